@@ -1,0 +1,54 @@
+"""How fast are the codecs?
+
+against a memory copy: input bytes per second of encode and decode together, against copying the same tensor to memory
+that is already there. Both run with torch's threads.
+against hivemind: our encoder of quant8 against hivemind's uniform 8-bit one (whose decoder fails on numpy 2.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from common import figure, parser, report, speed_ratios, take_turns
+from hivemind.compression import CompressionInfo, Uniform8BitQuantization
+
+from swarmtrain.codec import Direction, MessageContext, decode, make_encoder, parse_spec
+
+CONTEXT = MessageContext(0, Direction.FORWARD)
+DEFAULT = "quant8"
+
+
+def round_trip(spec: str, tensor: torch.Tensor) -> Callable[[], object]:
+    """Encode and decode one message."""
+    encoder = make_encoder(parse_spec(spec), boundary=0, direction=Direction.FORWARD)
+    return lambda: decode(encoder.encode(tensor, CONTEXT).payload, CONTEXT)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--elements", type=int, default=1 << 22, help="numbers in a message")
+    options.add_argument("--rounds", type=int, default=60)
+    options.add_argument("--also", nargs="*", default=["fp32", "fp16", "quant4"], help="other codecs to measure")
+    arguments = options.parse_args()
+    tensor = torch.randn(arguments.elements // 1024, 1024, generator=torch.Generator().manual_seed(0))
+    target = torch.empty_like(tensor)
+    encoder = make_encoder(parse_spec(DEFAULT), boundary=0, direction=Direction.FORWARD)
+    hivemind_codec, information = Uniform8BitQuantization(), CompressionInfo.from_tensor(tensor)
+    specs = [DEFAULT, *arguments.also]
+    contestants: dict[str, Callable[[], object]] = {spec: round_trip(spec, tensor) for spec in specs}
+    contestants["copy"] = lambda: target.copy_(tensor)
+    contestants["encoder"] = lambda: encoder.encode(tensor, CONTEXT)
+    contestants["hivemind"] = lambda: hivemind_codec.compress(tensor, information)
+    seconds = take_turns(contestants, arguments.rounds)
+    figures = [
+        figure(f"{DEFAULT} against a memory copy", speed_ratios(seconds, DEFAULT, "copy"), 0.5),
+        figure(f"{DEFAULT} encoder against hivemind's", speed_ratios(seconds, "encoder", "hivemind"), 3),
+        *(figure(f"{spec} against a memory copy", speed_ratios(seconds, spec, "copy"), 0) for spec in arguments.also),
+    ]
+    note = f"{arguments.elements} numbers per message, {torch.get_num_threads()} threads"
+    report(figures, as_json=arguments.json, notes=[note])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Proof from journal and checkpoints that every microbatch was counted exactly once, and that replicas agreed."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmtrain.checkpoint import Checkpoint, complete, open_checkpoint
+from swarmtrain.coordinator.journal import Decision, Journal, JournalError
+from swarmtrain.coordinator.seals import chain_hash
+from swarmtrain.errors import SwarmtrainError
+from swarmtrain.model.buffers import StateLayout, chunk_digests, state_digest
+from swarmtrain.run.manifest import Manifest, parse_manifest
+from swarmtrain.run.schedule import gradient_scale, learning_rate, mean_loss
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was checked and what was found."""
+
+    num_steps: int
+    num_entries: int
+    num_replicas: int
+    num_checkpoints: int
+    faults: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Nothing is wrong."""
+        return not self.faults
+
+
+def audit(state_dir: Path) -> Audit:
+    """Check the run in `state_dir` (a coordinator's, or a local swarm's)."""
+    directory = state_dir if (state_dir / "journal.sqlite").exists() else state_dir / "coordinator"
+    path = directory / "journal.sqlite"
+    if not path.exists():
+        raise JournalError(f"no journal in {state_dir}", fix="name a coordinator's state directory")
+    with Journal(path, read_only=True) as journal:
+        faults = journal.broken_seals()
+        try:
+            counts = _audit_run(journal, directory, faults)
+        except (SwarmtrainError, sqlite3.Error, ValueError, TypeError, AttributeError, KeyError) as error:
+            if not faults:
+                raise
+            # What cannot be read any more was altered: that has been found already.
+            return Audit(0, 0, 0, 0, (*faults, f"the journal cannot be read to its end: {error}"))
+        return Audit(*counts, tuple(faults))
+
+
+def _audit_run(journal: Journal, directory: Path, faults: list[str]) -> tuple[int, int, int, int]:
+    """(steps, entries, replicas, checkpoints) that were looked at; what is wrong is added to `faults`."""
+    text = journal.get("manifest")
+    if text is None:
+        raise JournalError(f"{journal.path} has no manifest")
+    manifest = parse_manifest(text)
+    num_steps, num_entries = _audit_steps(journal, manifest, faults)
+    digests = _audit_replicas(journal, faults)
+    num_checkpoints = _audit_checkpoints(journal, directory / "checkpoints", manifest, digests, faults)
+    return num_steps, num_entries, len(journal.replicas()), num_checkpoints
+
+
+def _audit_steps(journal: Journal, manifest: Manifest, faults: list[str]) -> tuple[int, int]:
+    num_stages, num_microbatches = manifest.stages.count, manifest.batch.microbatches_per_step
+    chain, count, num_entries = "", 0, 0
+    for decision, written in journal.decisions():
+        where = f"step {decision.step}"
+        if decision.step != count:
+            faults.append(f"{where}: steps {count} to {decision.step - 1} are missing")
+        count = decision.step + 1
+        chain = chain_hash(chain, decision.content())
+        if chain != written:
+            faults.append(f"{where}: a row was altered after it was written (its hash differs)")
+            chain = written
+        for stage in range(num_stages):
+            counted = sorted(i for ids in decision.entries.get(stage, {}).values() for i in ids)
+            num_entries += len(counted)
+            if counted != list(range(num_microbatches)):
+                missing = sorted(set(range(num_microbatches)) - set(counted))
+                faults.append(f"{where}, stage {stage}: microbatches {missing or 'counted twice'} do not balance")
+        faults += _audit_numbers(decision, manifest, where)
+    return count, num_entries
+
+
+def _audit_numbers(decision: Decision, manifest: Manifest, where: str) -> list[str]:
+    faults = []
+    losses = [decision.losses[i] for i in sorted(decision.losses)]
+    if len(losses) != manifest.batch.microbatches_per_step:
+        faults.append(f"{where}: {len(losses)} losses for {manifest.batch.microbatches_per_step} microbatches")
+    elif mean_loss(losses) != decision.loss:
+        faults.append(f"{where}: the loss is not the mean of its microbatches' losses")
+    if len(decision.stages) != manifest.stages.count:
+        faults.append(f"{where}: {len(decision.stages)} stages were prepared")
+    elif gradient_scale(manifest, [square for _, square in decision.stages]) != (decision.grad_norm, decision.scale):
+        faults.append(f"{where}: norm and scale do not follow from the stages' norms")
+    if learning_rate(manifest, decision.step) != decision.learning_rate:
+        faults.append(f"{where}: the learning rate is not the schedule's")
+    return faults
+
+
+def _audit_replicas(journal: Journal, faults: list[str]) -> dict[tuple[int, int], str]:
+    """All replicas of a stage must have the same digest after each step."""
+    digests: dict[tuple[int, int], str] = {}
+    for step, stage, peer, digest in journal.replicas():
+        if digests.setdefault((step, stage), digest) != digest:
+            faults.append(f"step {step}, stage {stage}: {peer[-8:]} has another state than its replicas")
+    return digests
+
+
+def _audit_checkpoints(
+    journal: Journal, directory: Path, manifest: Manifest, digests: dict[tuple[int, int], str], faults: list[str]
+) -> int:
+    on_disk = {path.name: path for path in complete(directory)}
+    count = 0
+    for step, name, states in journal.checkpoints():
+        for stage, digest in enumerate(states):
+            if digests.get((step, stage), digest) != digest:
+                faults.append(f"checkpoint of step {step}: stage {stage} is not the replicas' state")
+        if name not in on_disk:
+            continue  # pruned
+        count += 1
+        try:
+            checkpoint = open_checkpoint(on_disk[name])
+            checkpoint.check_run(manifest)
+            for stage in range(manifest.stages.count):
+                if _stored_digest(checkpoint, stage) != states[stage]:
+                    faults.append(f"checkpoint of step {step}: stage {stage} has another digest than the journal's")
+        except (SwarmtrainError, KeyError, RuntimeError) as error:  # the latter two: other tensors than the stage's
+            faults.append(f"checkpoint of step {step}: {error}")
+    return count
+
+
+def _stored_digest(checkpoint: Checkpoint, stage: int) -> str:
+    """The state digest of what is in a checkpoint's file, whatever its index says."""
+    layout = StateLayout(checkpoint.manifest, stage)
+    buffers, stored = layout.empty(), checkpoint.load_stage(stage)
+    for name, view in layout.named(buffers):
+        view.copy_(stored[name])
+    return state_digest(stage, checkpoint.step, checkpoint.basis_epoch, chunk_digests(layout, buffers))

@@ -1,0 +1,96 @@
+"""The boundaries between stages in one process: every tensor really passes through its codec, as bytes.
+
+`Boundary` is for training: it keeps what stateful codecs remember. `received` is for evaluation, where a codec must
+neither remember nor be reminded: what arrives at a receiver that has never heard of the sender.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from swarmtrain.codec import (
+    Aux,
+    CodecPair,
+    CodecSpec,
+    Decoder,
+    Direction,
+    MessageContext,
+    decode,
+    make_encoder,
+    parse_pair,
+    parse_spec,
+)
+from swarmtrain.codec.errors import CodecSpecError
+from swarmtrain.codec.spec import CastSpec
+from swarmtrain.errors import ManifestError
+from swarmtrain.run.manifest import Manifest
+
+_SENDER = {Direction.FORWARD: "lower", Direction.BACKWARD: "upper"}
+_RECEIVER = {Direction.FORWARD: "upper", Direction.BACKWARD: "lower"}
+
+
+class Boundary:
+    """One boundary between two stages: both directions through their codecs, as bytes."""
+
+    def __init__(self, pair: CodecPair, index: int) -> None:
+        specs = {Direction.FORWARD: pair.forward, Direction.BACKWARD: pair.backward}
+        self.index = index
+        self._encoders = {way: make_encoder(spec, boundary=index, direction=way) for way, spec in specs.items()}
+        self._decoders = {way: Decoder() for way in specs}
+
+    def cross(
+        self,
+        tensor: Tensor,
+        direction: Direction,
+        step: int,
+        microbatch: int,
+        aux: Aux | None = None,
+        samples: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Aux | None]:
+        """What the other side receives, and the mask that the microbatch's way back needs, if any."""
+        context = MessageContext(
+            self.index, direction, step, microbatch, _SENDER[direction], _RECEIVER[direction], samples=samples
+        )
+        encoder = self._encoders[direction]
+        encoded = encoder.encode(tensor, context, aux)
+        decoded = self._decoders[direction].decode(encoded.payload, context, aux)
+        encoder.commit(encoded.ticket)
+        return decoded.tensor.to(tensor.device, tensor.dtype), decoded.aux
+
+    def begin_step(self, step: int) -> None:
+        """Let the codecs drop state that has grown too old."""
+        for encoder in self._encoders.values():
+            encoder.on_step(step)
+
+    def forget(self, reason: str) -> None:
+        """Drop all that codecs remember, at both ends."""
+        for way, encoder in self._encoders.items():
+            encoder.reset(reason)
+            self._decoders[way].reset(reason)
+
+
+def codec_pair(manifest: Manifest) -> CodecPair:
+    """The codecs of the manifest's wire section; an error names the manifest's key."""
+    wire = manifest.wire
+    for key, text in (("wire.forward", wire.forward), ("wire.backward", wire.backward)):
+        try:
+            parse_spec(text)
+        except CodecSpecError as error:
+            raise ManifestError(key, str(error), fix=error.fix) from error
+    try:
+        return parse_pair(f"{wire.forward}/{wire.backward}")
+    except CodecSpecError as error:
+        raise ManifestError("wire.backward", str(error), fix=error.fix) from error
+
+
+def is_lossless(spec: CodecSpec) -> bool:
+    """Whether fp32 numbers arrive as they were sent."""
+    return isinstance(spec, CastSpec) and spec.format in ("fp32", "raw")
+
+
+def received(tensor: Tensor, spec: CodecSpec, index: int) -> Tensor:
+    """An activation (s, n, w) behind boundary `index`, for a receiver without history."""
+    encoder = make_encoder(spec, boundary=index, direction=Direction.FORWARD)
+    context = MessageContext(index, Direction.FORWARD, samples=tuple(range(tensor.shape[0])))
+    payload = encoder.encode(tensor, context).payload
+    return decode(payload, context).tensor.to(tensor.device, tensor.dtype)

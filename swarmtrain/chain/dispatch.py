@@ -1,0 +1,187 @@
+"""Whoever calls, replays: give a microbatch to one of the peers of a stage, and to another if that one fails.
+
+Used by the coordinator for stage 0 and by every peer for the stage after its own. The same bytes are sent each time;
+hints lead to peers that are known to have finished the microbatch, so finished work is found again and not repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from swarmtrain.chain.neighbours import Neighbours
+from swarmtrain.net.errors import CallRefused, CallTimeout, NetError, PeerUnreachable, Refusal
+from swarmtrain.net.node import Node
+from swarmtrain.route.views import Pick
+from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Work
+from swarmtrain.wire.schema import Message
+
+log = logging.getLogger(__name__)
+
+STALL_S = 30.0  # a callee that has not finished its forward by then (and by its predicted time) is given up
+NEWS_S = 2.0
+
+OnProgress = Callable[[Progress], None]
+
+# Refusals that no other peer of the stage would answer differently: they go up to whoever sent the work.
+_FINAL = {Code.AHEAD, Code.OLD_TERM, Code.WRONG_RUN, Code.STALE_BASIS, Code.DIVERGED}
+
+
+@dataclass
+class Counters:
+    """What happened to calls of one stage."""
+
+    sent: int = 0
+    answered: int = 0
+    rerouted: dict[str, int] = field(default_factory=dict)  # by cause
+
+    def reroute(self, cause: str) -> None:
+        """One more call that had to go elsewhere."""
+        self.rerouted[cause] = self.rerouted.get(cause, 0) + 1
+
+
+class Dispatcher:
+    """Calls the peers of one stage."""
+
+    def __init__(self, node: Node, neighbours: Neighbours) -> None:
+        self._node, self.neighbours = node, neighbours
+        self.counters = Counters()
+
+    async def call(
+        self, work: Work, *, deadline_s: float, on_progress: OnProgress | None = None, check: Callable[[Done], None]
+    ) -> Done:
+        """Have `work` done by some peer of the stage. `check` raises ValueError for an answer that cannot be right.
+
+        Raises Refusal if the answer would be the same everywhere, or if nobody did it within `deadline_s`.
+        """
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + deadline_s
+        hints = {hop.stage: hop for hop in work.hints}
+        tried: set[str] = set()
+        last = "no peer has been found"
+        while (left_s := ends_at - loop.time()) > 0:
+            pick = self._pick(work, hints, tried)
+            if pick is None:
+                tried.clear()
+                await self.neighbours.wait_for_news(min(NEWS_S, left_s))
+                continue
+            if pick.wait_s > 0:
+                await self.neighbours.wait_for_news(min(pick.wait_s, left_s))
+            request = replace(work, hints=tuple(hop for hop in hints.values() if hop.stage > work.stage))
+            try:
+                return await self._call_one(request, pick, ends_at, hints, on_progress, check)
+            except Refusal as refusal:
+                if refusal.code in _FINAL:
+                    raise
+                last = f"{pick.peer_id[-8:]}: {refusal}"
+                if refusal.code != Code.BUSY:
+                    tried.add(pick.peer_id)
+            except (NetError, ValueError) as error:
+                tried.add(pick.peer_id)
+                last = f"{pick.peer_id[-8:]}: {error}"
+                log.debug("stage %d: %s", work.stage, last)
+        raise Refusal(Code.NOBODY, f"stage {work.stage} did not do ({work.step}, {work.microbatch}): {last}"[:1000])
+
+    def _pick(self, work: Work, hints: dict[int, Hop], tried: set[str]) -> Pick | None:
+        hint = hints.get(work.stage)
+        prefer = (hint.peer_id,) if hint is not None else ()
+        return self.neighbours.router.pick(len(work.boundary) + len(work.tokens), exclude=tried, prefer=prefer)
+
+    async def _call_one(
+        self,
+        request: Work,
+        pick: Pick,
+        ends_at: float,
+        hints: dict[int, Hop],
+        on_progress: OnProgress | None,
+        check: Callable[[Done], None],
+    ) -> Done:
+        router, peer_id = self.neighbours.router, pick.peer_id
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        watch = _Watch(max(STALL_S, pick.timeout_s))
+
+        def progress(item: Message) -> None:
+            if isinstance(item, Progress):
+                watch.seen(item)
+                for hop in item.hops:
+                    hints[hop.stage] = hop
+                if on_progress is not None:
+                    on_progress(item)
+
+        self.counters.sent += 1
+        try:
+            call = self._node.call(peer_id, request, ends_at - started, progress, expect=Done)
+            done = await watch.run(call)
+            check(done)
+        except CallRefused as refused:
+            self._refused(peer_id, refused)
+            raise Refusal(refused.code, refused.text, refused.retry_after_s) from refused
+        except CallTimeout:
+            self.counters.reroute("timeout")
+            router.timed_out(peer_id, loop.time() - started)
+            raise
+        except (NetError, ValueError) as error:
+            self.counters.reroute("unreachable" if isinstance(error, PeerUnreachable) else "failed")
+            router.failed(peer_id)
+            raise
+        self.counters.answered += 1
+        self._learn(peer_id, request, done, watch)
+        return done
+
+    def _refused(self, peer_id: str, refused: CallRefused) -> None:
+        self.counters.reroute(refused.code)
+        if refused.code == Code.BUSY:
+            self.neighbours.router.busy(peer_id, refused.retry_after_s or 0.2)
+
+    def _learn(self, peer_id: str, request: Work, done: Done, watch: _Watch) -> None:
+        self.neighbours.observe_link(peer_id)
+        wire_s = max(1e-6, watch.forwarded_after_s - done.queue_s - done.forward_s) if watch.forwarded_after_s else 1e-3
+        self.neighbours.router.succeeded(
+            peer_id,
+            wire_s=wire_s,
+            queue_s=done.queue_s,
+            compute_s=done.forward_s,
+            backward_s=done.backward_s or None,
+        )
+
+
+class _Watch:
+    """Gives up a callee whose forward takes too long. What happens further down is the callee's to watch."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time()
+        self._is_forwarded = asyncio.Event()
+        self.forwarded_after_s = 0.0
+
+    def seen(self, item: Progress) -> None:
+        """A progress message came."""
+        if item.phase is Phase.FORWARDED and not self._is_forwarded.is_set():
+            self.forwarded_after_s = self._loop.time() - self._started
+            self._is_forwarded.set()
+
+    async def run(self, call: object) -> Done:
+        """The call's answer; CallTimeout if its callee stalls."""
+        task = asyncio.ensure_future(cast("asyncio.Future[Done]", call))
+        timer = self._loop.call_later(self._limit_s, self._expire, task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task.cancelled() and self._expired:
+                raise CallTimeout(f"its forward took longer than {self._limit_s:.0f} s") from None
+            task.cancel()
+            raise
+        finally:
+            timer.cancel()
+
+    _expired = False
+
+    def _expire(self, task: asyncio.Future[Done]) -> None:
+        if not self._is_forwarded.is_set() and not task.done():
+            self._expired = True
+            task.cancel()

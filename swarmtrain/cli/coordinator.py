@@ -1,0 +1,68 @@
+"""`swarmtrain coordinator`: start or resume a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swarmtrain.cli.options import (
+    JsonOption,
+    ManifestArgument,
+    SetOption,
+    StepsOption,
+    TestFaultsOption,
+    manifest_from,
+    state_home,
+)
+from swarmtrain.cli.places import remember_coordinator
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("coordinator")(coordinator)
+
+
+def coordinator(
+    manifest: ManifestArgument,
+    steps: StepsOption = None,
+    set_: SetOption = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Journal, checkpoints and the run's key; the run resumes from it.")
+    ] = None,
+    listen: Annotated[
+        list[str] | None, typer.Option(help="Multiaddress to listen on; default: all IPv4 addresses, a free port.")
+    ] = None,
+    announce: Annotated[
+        list[str] | None, typer.Option(help="Multiaddress that others should dial instead (port forwarding).")
+    ] = None,
+    bootstrap: Annotated[list[str] | None, typer.Option(help="Further peers to find others through.")] = None,
+    min_peers: Annotated[int, typer.Option(min=1, help="Wait for so many peers before the first step.")] = 1,
+    test_faults: TestFaultsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Start a run, or resume the one in STATE_DIR, and print the invite."""
+    run = manifest_from(manifest, set_, steps)
+    directory = state_dir or state_home() / "runs" / f"{run.run.name}-{run.digest()[:12]}"
+    from swarmtrain.cli.daemons import run_daemon
+    from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
+    from swarmtrain.observe.events import Events
+    from swarmtrain.observe.faults import Faults
+    from swarmtrain.reference import make_sampler, open_run_source
+
+    options = CoordinatorOptions(
+        manifest=run,
+        state_dir=directory,
+        listen=tuple(listen or ["/ip4/0.0.0.0/tcp/0"]),
+        announce=tuple(announce or []),
+        bootstrap=tuple(bootstrap or []),
+        min_peers=min_peers,
+        faults=Faults.from_environment(enabled=test_faults),
+    )
+
+    def make(events: Events) -> CoordinatorDaemon:
+        return CoordinatorDaemon(options, events, lambda item: make_sampler(item, open_run_source(item)))
+
+    with remember_coordinator(directory):
+        run_daemon(make, CoordinatorDaemon.stop, as_json=as_json)

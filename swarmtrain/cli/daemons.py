@@ -1,0 +1,101 @@
+"""Running a daemon from the command line: event loop, signals, event output, dying with the parent where asked."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol
+
+import uvloop
+
+from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.observe.events import Event, Events, json_lines, log_lines
+
+_PR_SET_PDEATHSIG = 1
+DIE_WITH_PARENT = "SWARMTRAIN_DIE_WITH_PARENT"
+
+
+class Daemon(Protocol):
+    """What the runner needs of a daemon."""
+
+    def run(self) -> Coroutine[Any, Any, None]:
+        """Live."""
+
+
+def run_daemon(make: Callable[[Events], Daemon], stop: Callable[[Any], None], *, as_json: bool) -> None:
+    """Run the daemon that `make` builds on the loop. SIGTERM and Ctrl-C call `stop`; a second one leaves at once."""
+    logging.basicConfig(
+        level=os.environ.get("SWARMTRAIN_LOG", "WARNING").upper(),
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # where it hangs, for a bug report
+    if os.environ.get(DIE_WITH_PARENT):
+        _die_with_parent(int(os.environ[DIE_WITH_PARENT]))
+
+    async def main() -> None:
+        events = Events(json_lines(sys.stdout) if as_json else log_lines(sys.stderr))
+        daemon = make(events)
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        asked = 0
+
+        def signalled() -> None:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                stop(daemon)
+            elif task is not None:
+                task.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, signalled)
+        try:
+            await daemon.run()
+        except asyncio.CancelledError:
+            if not asked:
+                raise
+
+    try:
+        uvloop.run(main())
+    except BaseExceptionGroup as group:
+        raise _first_expected(group) from group
+
+
+def _die_with_parent(process_id: int) -> None:
+    """Have the kernel end this process with its parent; it may have gone already while this one was loading."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != process_id:
+        os._exit(ExitCode.INTERNAL)
+
+
+def _first_expected(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that a person should see: an expected one if there is any."""
+    leaves: list[BaseException] = []
+    stack: list[BaseException] = [group]
+    while stack:
+        error = stack.pop()
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    return next((error for error in leaves if isinstance(error, SwarmtrainError)), leaves[0])
+
+
+def rotating_event_file(path: Path, *, max_bytes: int = 8 << 20) -> Callable[[Event], None]:
+    """A sink that appends JSON lines to a file and keeps one older file."""
+
+    def write(event: Event) -> None:
+        if path.exists() and path.stat().st_size > max_bytes:
+            path.replace(path.with_suffix(".1.jsonl"))
+        with path.open("a", encoding="utf-8") as file:
+            json_lines(file)(event)
+
+    return write

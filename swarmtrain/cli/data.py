@@ -1,0 +1,51 @@
+"""`swarmtrain data`: turning one's own text into token shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Prepare training data.", no_args_is_help=True)
+
+
+@app.callback()
+def data() -> None:
+    """Prepare training data."""
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[
+        list[Path], typer.Argument(help="Text, .jsonl or .parquet files; text and .jsonl may be compressed (.gz).")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to make. Run the same command again to resume.")],
+    tokenizer: Annotated[str, typer.Option(help="'bytes', or a Hugging Face tokenizers JSON file.")] = "bytes",
+    train_bpe: Annotated[
+        int | None, typer.Option(help="Learn a byte-level BPE with this many tokens from the inputs first.")
+    ] = None,
+    end_of_text: Annotated[
+        str | None, typer.Option(help="Token that ends a document; by default one with a usual name is looked for.")
+    ] = None,
+    text_field: Annotated[str, typer.Option(help="JSONL field or Parquet column that holds the text.")] = "text",
+    shard_tokens: Annotated[
+        int, typer.Option(help="Tokens per shard file; an interruption costs at most one shard of work.")
+    ] = 1 << 26,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a sentence.")] = False,
+) -> None:
+    """Turn text into hashed, memory-mapped token shards. Interrupted runs resume."""
+    import json
+    import sys
+
+    from swarmtrain.data.prepare import PrepareOptions
+    from swarmtrain.data.prepare import prepare as run_prepare
+    from swarmtrain.data.progress import ProgressBar
+
+    options = PrepareOptions(tuple(inputs), out, tokenizer, train_bpe, end_of_text, text_field, shard_tokens)
+    bar = ProgressBar(sys.stderr)
+    try:
+        result = run_prepare(options, on_progress=bar)
+    finally:
+        bar.close()
+    typer.echo(json.dumps(result.as_json()) if json_output else result.as_sentence())

@@ -1,0 +1,66 @@
+"""`swarmtrain eval`: validation loss of a checkpoint."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from swarmtrain.cli.options import (
+    CheckpointArgument,
+    Counter,
+    DataOption,
+    JsonOption,
+    ThreadsOption,
+    print_json,
+    use_threads,
+)
+
+
+class Switch(StrEnum):
+    """Two ways."""
+
+    on = "on"
+    off = "off"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("eval")(evaluate)
+
+
+def evaluate(
+    checkpoint: CheckpointArgument,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Validation microbatches, at most all; default: as in training.")
+    ] = None,
+    codec: Annotated[
+        Switch, typer.Option(help="Send activations through the codec that the checkpoint was trained with, or not.")
+    ] = Switch.on,
+    data: DataOption = None,
+    as_json: JsonOption = False,
+    threads: ThreadsOption = None,
+) -> None:
+    """Validation loss and perplexity of a checkpoint; bits per byte where a token is a byte."""
+    use_threads(threads)
+    from swarmtrain.checkpoint import open_checkpoint
+    from swarmtrain.evaluate import evaluate as run_evaluate
+    from swarmtrain.inference import open_checkpoint_source
+
+    opened = open_checkpoint(checkpoint)
+    source = open_checkpoint_source(opened.manifest, data)
+    with Counter("microbatches") as counter:
+        result = run_evaluate(
+            opened, source, num_microbatches=microbatches, use_codec=codec is Switch.on, on_progress=counter
+        )
+    if as_json:
+        print_json(result.as_json())
+        return
+    print(f"checkpoint     {result.checkpoint}")
+    print(f"step           {result.step} of {opened.manifest.schedule.steps}, codec {result.codec}")
+    print(f"validation     {result.microbatches} microbatches, {result.tokens:,} tokens")
+    print(f"loss           {result.loss:.4f}")
+    print(f"perplexity     {result.perplexity:.4g}")
+    if result.bits_per_byte is not None:
+        print(f"bits per byte  {result.bits_per_byte:.4f}")

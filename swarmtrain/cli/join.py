@@ -1,0 +1,108 @@
+"""`swarmtrain join`: host one stage of a run."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swarmtrain.cli.options import JsonOption, TestFaultsOption, state_home
+from swarmtrain.cli.places import find_invite, remember_invite, remember_peer
+from swarmtrain.errors import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("join")(join)
+
+
+def join(
+    invite: Annotated[
+        str | None,
+        typer.Argument(
+            envvar="SWARMTRAIN_INVITE",
+            help="What the coordinator printed; default: the coordinator of this machine, else the last run joined.",
+        ),
+    ] = None,
+    stage: Annotated[int, typer.Option(min=0, help="The pipeline stage to host.")] = 0,
+    gpu: Annotated[int | None, typer.Option(min=0, help="Compute on this CUDA device.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Compute on the CPU (the default without --gpu).")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads for computing.")] = 1,
+    state_dir: Annotated[Path | None, typer.Option(help="This peer's identity and sockets.")] = None,
+    name: Annotated[str, typer.Option(help="How the run's status page calls this peer.")] = "",
+    listen: Annotated[
+        list[str] | None, typer.Option(help="Multiaddress to listen on; default: all IPv4 addresses, a free port.")
+    ] = None,
+    announce: Annotated[
+        list[str] | None, typer.Option(help="Multiaddress that others should dial instead (port forwarding).")
+    ] = None,
+    relay: Annotated[
+        list[str] | None, typer.Option(help="Relay to be reached through; default: the run's own.")
+    ] = None,
+    behind_nat: Annotated[
+        bool, typer.Option("--behind-nat", help="Nobody can dial this machine: be reached through a relay.")
+    ] = False,
+    max_memory: Annotated[str, typer.Option(help="Refuse work beyond this, e.g. 8GB; default: what is free.")] = "",
+    max_up: Annotated[str, typer.Option(help="Upload cap, e.g. 20mbit; default: none.")] = "",
+    max_down: Annotated[str, typer.Option(help="Download cap, e.g. 100mbit; default: none.")] = "",
+    drain_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to finish the step that this peer has work in, when leaving.")
+    ] = 60.0,
+    test_faults: TestFaultsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Host one stage of a run. Ctrl-C drains; a second one leaves at once."""
+    if gpu is not None and cpu:
+        raise UsageError("--gpu and --cpu contradict each other")
+    text = find_invite(invite)
+    from swarmtrain.cli.daemons import run_daemon
+    from swarmtrain.net.limiter import parse_rate
+    from swarmtrain.observe.events import Events
+    from swarmtrain.observe.faults import Faults
+    from swarmtrain.peer.daemon import PeerDaemon
+    from swarmtrain.peer.options import PeerOptions, choose_device
+    from swarmtrain.run.invite import parse_invite
+
+    parsed = parse_invite(text)
+    device = choose_device(gpu)
+    key = hashlib.sha256(f"{parsed.run_id}:{stage}:{device}".encode()).hexdigest()[:8]
+    directory = state_dir or state_home() / "peers" / f"{parsed.run_id}-stage{stage}-{key}"
+    options = PeerOptions(
+        invite=parsed,
+        stage=stage,
+        state_dir=directory,
+        device=device,
+        threads=threads,
+        listen=tuple(listen or ["/ip4/0.0.0.0/tcp/0"]),
+        announce=tuple(announce or []),
+        relays=tuple(relay or (parsed.bootstrap if behind_nat else ())),
+        behind_nat=behind_nat,
+        max_memory_bytes=_bytes(max_memory),
+        max_up_bytes_per_s=(parse_rate(max_up) or 0.0) if max_up else 0.0,
+        max_down_bytes_per_s=(parse_rate(max_down) or 0.0) if max_down else 0.0,
+        name=name,
+        drain_s=drain_timeout,
+        faults=Faults.from_environment(enabled=test_faults),
+    )
+    remember_invite(text)
+
+    def make(events: Events) -> PeerDaemon:
+        return PeerDaemon(options, events)
+
+    with remember_peer(directory):
+        run_daemon(make, lambda daemon: daemon.leave("asked by a signal"), as_json=as_json)
+
+
+def _bytes(text: str) -> int:
+    """`8GB`, `500MB`, `2GiB` or plain bytes."""
+    if not text:
+        return 0
+    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+    number = text.rstrip("kKmMgGiIbB")
+    unit = text[len(number) :].upper()
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError):
+        raise UsageError(f"{text!r} is not a size; write 8GB, 500MB or 2GiB") from None

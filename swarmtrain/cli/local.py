@@ -1,0 +1,170 @@
+"""`swarmtrain local`: a whole swarm on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from swarmtrain.cli.options import (
+    JsonOption,
+    SetOption,
+    StepsOption,
+    lock_directory,
+    manifest_from,
+    on_terminal,
+    print_json,
+    state_home,
+)
+from swarmtrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from swarmtrain.local import LocalSwarm
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("local")(local)
+
+
+def local(
+    manifest: Annotated[str, typer.Argument(metavar="PRESET|MANIFEST", help="What to train.")] = "nano",
+    stages: Annotated[int | None, typer.Option(min=1, help="Shorthand for --set stages.count=N.")] = None,
+    peers: Annotated[int | None, typer.Option(min=1, help="Peers in all; default: one per stage and two more.")] = None,
+    steps: StepsOption = None,
+    set_: SetOption = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Everything of the swarm; a run in it is resumed. Default: a new directory.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads of each peer.")] = 1,
+    kill_every: Annotated[str, typer.Option(help="Kill a peer every so often, e.g. 15s, and see it recover.")] = "",
+    kill_coordinator: Annotated[
+        bool, typer.Option("--kill-coordinator", help="With --kill-every: now and then the coordinator, too.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Chooses the victims of --kill-every.")] = 0,
+    sample: Annotated[int, typer.Option(min=0, help="Bytes or tokens of text to generate at the end.")] = 200,
+    as_json: JsonOption = False,
+) -> None:
+    """Run coordinator and peers as real processes on this machine: the first thing to try."""
+    extra = [f"stages.count={stages}"] if stages is not None else []
+    run = manifest_from(manifest, [*(set_ or []), *extra], steps)
+    num_peers = peers or run.stages.count + 2
+    if num_peers < run.stages.count:
+        raise UsageError(f"{num_peers} peers cannot serve {run.stages.count} stages", fix="raise --peers")
+    name = f"{run.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    directory = state_dir or state_home() / "local" / name
+    lock_directory(directory)
+    from swarmtrain.local import LocalOptions, LocalSwarm
+
+    options = LocalOptions(
+        manifest=run,
+        state_dir=directory.resolve(),
+        num_peers=num_peers,
+        threads=threads,
+        kill_every_s=_seconds(kill_every),
+        kill_coordinator=kill_coordinator,
+        seed=seed,
+    )
+    show = _Json() if as_json else _Text(run.schedule.steps)
+    ended = asyncio.run(_run(LocalSwarm(options, show.event)))
+    if ended is None:
+        raise typer.Exit(0)
+    show.done(ended, directory, sample)
+
+
+async def _run(swarm: LocalSwarm) -> dict[str, Any] | None:
+    """Run the swarm; Ctrl-C and SIGTERM drain it and return None."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(swarm.run())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return None
+
+
+class _Json:
+    def event(self, event: dict[str, Any]) -> None:
+        if event["event"] == "step_applied":
+            keys = ("step", "loss", "tokens", "tokens_per_s", "grad_norm", "lr", "val_loss", "checkpoint")
+            print_json({key: event[key] for key in keys if event.get(key) is not None})
+        else:
+            print_json(event)
+
+    def done(self, ended: dict[str, Any], directory: Path, sample: int) -> None:
+        print_json({"done": True, "checkpoint": ended["checkpoint"], "val_loss": ended["val_loss"]})
+
+
+class _Text:
+    """Steps on one moving line; joins, losses and replays on lines of their own."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.serving: dict[str, int] = {}
+
+    def event(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "step_applied":
+            self._step(event)
+        elif kind == "peer_joined":
+            self.serving[event["peer"]] = event["stage"]
+            self._line(f"peer {event['peer'][-6:]} serves stage {event['stage']}")
+        elif kind == "peer_lost":
+            self.serving.pop(event["peer"], None)
+            self._line(f"peer {event['peer'][-6:]} of stage {event['stage']} lost: {event['reason']}")
+        elif kind == "killed":
+            self._line(f"killed {event['victim']}" + (f" of stage {event['stage']}" if event["stage"] >= 0 else ""))
+        elif kind == "work_replayed":
+            count, stage = event["microbatches"], event["stage"]
+            self._line(f"step {event['step']}: {count} microbatches replayed for stage {stage}")
+        elif kind in ("run_waits", "run_rolled_back", "prepare_failed", "peer_diverged", "checkpoint_failed"):
+            details = {key: value for key, value in event.items() if key not in ("event", "at", "from")}
+            self._line(f"{kind.replace('_', ' ')}: {details}")
+
+    def _step(self, event: dict[str, Any]) -> None:
+        left = (self.num_steps - event["step"]) * event["tokens"] / event["step"] / event["tokens_per_s"]
+        stages = list(self.serving.values())
+        counts = "-".join(str(stages.count(stage)) for stage in range(max(stages, default=-1) + 1))
+        line = (
+            f"step {event['step']:>5}/{self.num_steps}  loss {event['loss']:7.4f}  "
+            f"{event['tokens_per_s']:8,.0f} tokens/s  peers by stage {counts}  {left:4.0f} s left"
+        )
+        if event.get("val_loss") is not None:
+            line += f"  validation {event['val_loss']:.4f}"
+        if on_terminal():
+            sys.stderr.write(f"\r\x1b[K{line}" + ("\n" if event.get("val_loss") is not None else ""))
+            sys.stderr.flush()
+        elif event["step"] % 10 == 0 or event["step"] == 1 or event.get("val_loss") is not None:
+            print(line, flush=True)
+
+    def _line(self, text: str) -> None:
+        if on_terminal():
+            print(f"\r\x1b[K{text}", file=sys.stderr, flush=True)
+        else:
+            print(text, flush=True)
+
+    def done(self, ended: dict[str, Any], directory: Path, sample: int) -> None:
+        loss = ended["val_loss"]
+        print(f"\ndone: validation loss {loss:.4f}" if loss is not None else "\ndone")
+        print(f"checkpoint: {ended['checkpoint']}\nproof: swarmtrain audit {directory}")
+        if sample:
+            from swarmtrain.cli.generate import generate
+
+            print()
+            generate(Path(ended["checkpoint"]), tokens=sample, threads=1)
+
+
+def _seconds(text: str) -> float:
+    if not text:
+        return 0.0
+    try:
+        return max(0.1, float(text.removesuffix("s")))
+    except ValueError:
+        raise UsageError(f"{text!r} is not a time; write 15s") from None

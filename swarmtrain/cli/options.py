@@ -1,0 +1,109 @@
+"""Arguments and helpers that several verbs share."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from swarmtrain.errors import UsageError
+from swarmtrain.run.manifest import Manifest
+from swarmtrain.run.presets import resolve_manifest
+
+ManifestArgument = Annotated[
+    str, typer.Argument(metavar="PRESET|MANIFEST", help="A preset's name (see `swarmtrain presets`) or a TOML file.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a manifest key, as in boundary.k=8. May be repeated."),
+]
+CheckpointArgument = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a directory of checkpoints: then the newest.")
+]
+DataOption = Annotated[
+    str | None,
+    typer.Option("--data", metavar="SOURCE", help="Where the run's data is now; default: as in its manifest."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+TestFaultsOption = Annotated[
+    bool, typer.Option("--enable-test-faults", hidden=True, help="For tests: do what $SWARMTRAIN_FAULTS says.")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Compute threads; default: all cores. Bits depend on it.")
+]
+StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Shorthand for --set schedule.steps=N.")]
+
+
+def manifest_from(text: str, overrides: list[str] | None, steps: int | None = None) -> Manifest:
+    """Resolve a manifest argument with its overrides."""
+    extra = [f"schedule.steps={steps}"] if steps is not None else []
+    return resolve_manifest(text, [*(overrides or []), *extra])
+
+
+def print_json(item: dict[str, Any]) -> None:
+    """One object on one line, flushed: a program may be reading."""
+    print(json.dumps(item), flush=True)
+
+
+def state_home() -> Path:
+    """Where runs live by default: $XDG_STATE_HOME/swarmtrain."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "swarmtrain"
+
+
+def use_threads(count: int | None) -> int:
+    """Set torch's threads deliberately; returns how many."""
+    import torch
+
+    threads = count or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    return threads
+
+
+def lock_directory(path: Path) -> int:
+    """Own `path` until this process ends; a second owner is an error. Returns the lock's descriptor."""
+    import fcntl
+
+    from swarmtrain.errors import StorageError
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}", fix="choose another directory") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(f"{path} is in use by another swarmtrain process", fix="choose another directory") from error
+    return descriptor
+
+
+class Counter:
+    """`done of total` with an estimate, on stderr of a terminal; nothing elsewhere. Clears its line at the end."""
+
+    def __init__(self, noun: str) -> None:
+        self._noun, self._enabled, self._started = noun, on_terminal(), time.monotonic()
+
+    def __enter__(self) -> Counter:
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._enabled:
+            left_s = (time.monotonic() - self._started) / done * (total - done)
+            sys.stderr.write(f"\r\x1b[K{done} of {total} {self._noun}, {left_s:.0f} s left")
+            sys.stderr.flush()
+
+    def __exit__(self, *failure: object) -> None:
+        if self._enabled:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def on_terminal() -> bool:
+    """Whether a person is looking at stderr."""
+    return sys.stderr.isatty()

@@ -1,0 +1,76 @@
+"""Where this machine's daemons and runs are noted, so that verbs find them without being told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from swarmtrain.cli.options import state_home
+from swarmtrain.errors import UsageError
+
+
+@contextlib.contextmanager
+def remember_coordinator(state_dir: Path) -> Iterator[None]:
+    """While a coordinator runs here, `join` and `status` find it."""
+    with _noted("coordinator", state_dir):
+        yield
+
+
+@contextlib.contextmanager
+def remember_peer(state_dir: Path) -> Iterator[None]:
+    """While a peer runs here, `status` finds it."""
+    with _noted("peer", state_dir):
+        yield
+
+
+@contextlib.contextmanager
+def _noted(kind: str, state_dir: Path) -> Iterator[None]:
+    folder = state_home() / "running"
+    folder.mkdir(parents=True, exist_ok=True)
+    note = folder / f"{os.getpid()}.json"
+    note.write_text(json.dumps({"kind": kind, "pid": os.getpid(), "state_dir": str(state_dir.resolve())}))
+    try:
+        yield
+    finally:
+        note.unlink(missing_ok=True)
+
+
+def running(kind: str | None = None) -> list[Path]:
+    """State directories of living daemons of this machine, newest first; notes of dead ones are removed."""
+    found: list[tuple[float, Path]] = []
+    folder = state_home() / "running"
+    for note in folder.glob("*.json") if folder.is_dir() else ():
+        try:
+            content = json.loads(note.read_text())
+            os.kill(int(content["pid"]), 0)
+        except (OSError, ValueError, KeyError, TypeError):
+            note.unlink(missing_ok=True)
+            continue
+        if kind is None or content.get("kind") == kind:
+            found.append((note.stat().st_mtime, Path(content["state_dir"])))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def remember_invite(text: str) -> None:
+    """The last run joined."""
+    path = state_home() / "last-invite"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def find_invite(given: str | None) -> str:
+    """The invite to use: given (also by $SWARMTRAIN_INVITE), the last run joined, or a coordinator on this machine."""
+    if given:
+        return given
+    for state_dir in running("coordinator"):
+        with contextlib.suppress(OSError):
+            return (state_dir / "invite").read_text().strip()
+    with contextlib.suppress(OSError):
+        return (state_home() / "last-invite").read_text().strip()
+    raise UsageError(
+        "no invite: none was given, no coordinator runs on this machine, and no run was joined before",
+        fix="swarmtrain join INVITE, or set SWARMTRAIN_INVITE, or start `swarmtrain coordinator` here",
+    )

@@ -1,0 +1,87 @@
+"""`swarmtrain status`, `drain`, `pause` and `resume`: talk to the daemons of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from swarmtrain.cli.options import JsonOption, print_json
+from swarmtrain.cli.places import running
+from swarmtrain.errors import UsageError
+
+StateDir = Annotated[Path | None, typer.Option(help="The daemon's state directory; default: all on this machine.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs."""
+    app.command("status")(status)
+    app.command("drain")(drain)
+    app.command("pause")(pause)
+    app.command("resume")(resume)
+
+
+def status(state_dir: StateDir = None, as_json: JsonOption = False) -> None:
+    """What the daemons on this machine are doing, and why."""
+    from swarmtrain.observe.control import ControlError, ask
+
+    for directory in _directories(state_dir):
+        try:
+            answer = asyncio.run(ask(directory / "control.sock", "status"))
+        except ControlError as error:
+            answer = {"kind": "unknown", "state": "not answering", "reason": str(error), "state_dir": str(directory)}
+        print_json(answer) if as_json else print(_text(answer))
+
+
+def drain(state_dir: StateDir = None) -> None:
+    """Let the peers of this machine finish their step and leave."""
+    _tell_peers(state_dir, "drain", "draining")
+
+
+def pause(state_dir: StateDir = None) -> None:
+    """Let the peers of this machine take no new work until `resume`; what they have is finished."""
+    _tell_peers(state_dir, "pause", "paused")
+
+
+def resume(state_dir: StateDir = None) -> None:
+    """Let paused peers of this machine serve again."""
+    _tell_peers(state_dir, "resume", "resumed")
+
+
+def _tell_peers(state_dir: Path | None, command: str, done: str) -> None:
+    from swarmtrain.observe.control import ask
+
+    for directory in _directories(state_dir, "peer"):
+        asyncio.run(ask(directory / "control.sock", command))
+        print(f"{done} {directory.name}")
+
+
+def _directories(state_dir: Path | None, kind: str | None = None) -> list[Path]:
+    found = [state_dir] if state_dir is not None else running(kind)
+    if not found:
+        raise UsageError("no swarmtrain daemon runs on this machine", fix="start one, or name its --state-dir")
+    return found
+
+
+def _text(answer: dict[str, Any]) -> str:
+    if answer["kind"] == "coordinator":
+        lines = [f"coordinator of {answer['name']} ({answer['run']}): {answer['state']} {answer['reason']}".rstrip()]
+        last = answer.get("last")
+        if last:
+            lines.append(
+                f"  step {answer['step']}/{answer['steps']}  loss {last['loss']:.4f}  "
+                f"{last['tokens_per_s']:,.0f} tokens/s"
+            )
+        for stage, peers in enumerate(answer["stages"]):
+            names = ", ".join(f"{peer['peer'][-8:]} {peer['state']}" for peer in peers) or "nobody"
+            lines.append(f"  stage {stage}: {names}")
+        lines.append(f"  join with: swarmtrain join {answer['invite']} --stage N")
+        return "\n".join(lines)
+    if answer["kind"] == "peer":
+        return (
+            f"peer {answer['peer'][-8:]} of run {answer['run']}: stage {answer['stage']}, {answer['state']}, "
+            f"step {answer['step']}, {answer['microbatches']} microbatches done"
+        )
+    return f"{answer.get('state_dir', '')}: {answer['state']} ({answer['reason']})"

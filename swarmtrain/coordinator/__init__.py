@@ -1,0 +1,1 @@
+"""Steps, leases, journal, checkpoints, status page."""

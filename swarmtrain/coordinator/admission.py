@@ -1,0 +1,81 @@
+"""What a peer that shows a sign of life is told: serve, fetch a state first, wait, leave. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarmtrain.coordinator.members import Member, Members
+from swarmtrain.wire.messages import Verdict
+
+
+@dataclass(frozen=True)
+class StateOffer:
+    """A state of one stage that can be fetched."""
+
+    step: int
+    digest: str
+    donors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The verdict, its reason, and for SYNC what to fetch."""
+
+    verdict: Verdict
+    reason: str
+    offer: StateOffer | None = None
+
+
+@dataclass
+class StageBook:
+    """What is known of one stage's states."""
+
+    digest: str = ""  # of the state at the run's current step; empty at step 0, where it follows from the seed
+    snapshot: StateOffer | None = None  # kept by serving peers for newcomers
+    checkpoint: StateOffer | None = None  # kept by the coordinator itself
+
+
+def servers(members: Members, stage: int, step: int) -> list[Member]:
+    """Peers of a stage that hold the state of `step` and serve."""
+    return [member for member in members.of_stage(stage, "serving") if member.step == step]
+
+
+def judge(
+    member: Member, members: Members, step: int, book: StageBook, *, decided: int | None, is_over: bool
+) -> Answer:
+    """What `member` should do when the run is at `step`.
+
+    `decided` is the step of the last decision. It is being carried out while it equals `step`; a peer that is still
+    before it will be told of it again.
+    """
+    if is_over:
+        return Answer(Verdict.LEAVE, "the run is complete")
+    if member.must_sync and member.state == "serving":
+        return Answer(Verdict.WAIT, "it has missed something that the others have")
+    if has_state(member, step, book):
+        return Answer(Verdict.SERVE, "")
+    is_near = member.step == decided == step - 1 or member.step - 1 == decided == step
+    if is_near and member.state == "serving":
+        return Answer(Verdict.SERVE, "")  # its apply is under way, or done before the others'
+    return _judge_newcomer(member, members, step, book)
+
+
+def has_state(member: Member, step: int, book: StageBook) -> bool:
+    """Whether the peer's state is the run's. A digest that nobody has reported since the restart is not held against
+    it: the stage's digest is then what most of its peers have."""
+    return member.step == step and (step == 0 or book.digest in ("", member.state_digest))
+
+
+def _judge_newcomer(member: Member, members: Members, step: int, book: StageBook) -> Answer:
+    if step == 0:
+        return Answer(Verdict.SYNC, "the first state follows from the seed", StateOffer(0, "", ()))
+    if member.listening_from is not None and book.snapshot is not None:
+        if member.listening_from <= book.snapshot.step and member.step < book.snapshot.step:
+            return Answer(Verdict.SYNC, "", book.snapshot)
+        if member.step >= book.snapshot.step:
+            return Answer(Verdict.WAIT, "catching up")
+    if book.checkpoint is not None and book.checkpoint.step == step:
+        return Answer(Verdict.SYNC, "", book.checkpoint)
+    if servers(members, member.stage, step):
+        return Answer(Verdict.WAIT, "a state to fetch is being prepared")
+    return Answer(Verdict.WAIT, f"nobody has the state of stage {member.stage} at step {step}")

@@ -1,0 +1,170 @@
+"""Apply: what the journal says was decided is carried out, at everybody who is there and at everybody who turns up.
+
+The decision is in the journal before anybody hears of it. A coordinator that dies in between finds it there when it
+starts again, and tells the peers as they show up: they still hold the reduced sum that it names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from swarmtrain.coordinator.admission import StateOffer
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.journal import Decision
+from swarmtrain.coordinator.members import Member
+from swarmtrain.coordinator.prepare import PreparedStage
+from swarmtrain.net.errors import CallRefused, NetError
+from swarmtrain.observe.events import PeerDiverged
+from swarmtrain.wire.messages import Applied, Apply, Code, Prepared
+
+log = logging.getLogger(__name__)
+
+APPLY_S = 120.0
+APPLY_GRACE_S = 3.0  # how long slower replicas are waited for once every stage has one that applied
+SNAPSHOT_PATIENCE_S = 60.0  # how long newcomers wait for one who is fetching an older snapshot
+NUM_KEEPERS = 2  # peers of a stage that keep a copy of the state for a checkpoint
+_HOLDS_STATE = ("serving", "draining", "paused")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, and which peers of each stage keep a copy of the state after it."""
+
+    decision: Decision
+    state_digests: tuple[str, ...]
+    keepers: tuple[tuple[str, ...], ...]
+
+
+class Applies:
+    """Carries out the last decision."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._under_way: set[tuple[str, str]] = set()
+        self._answers: list[dict[str, Applied]] = [{} for _ in context.stages]
+        self._snapshot_at = [float("-inf")] * len(context.stages)
+
+    def tell(self, member: Member) -> None:
+        """A peer has shown up. If it is just before the last decision, tell it (again); if just after, take note.
+
+        An answer may have been lost with its link: then a sign of life is the only word that the peer has applied.
+        """
+        decided = self._context.decided
+        if decided is None or member.state not in _HOLDS_STATE:
+            return
+        if member.step == decided.step and not member.must_sync and member.key not in self._under_way:
+            self._context.in_background(self._apply_at(member, decided, keep=False))
+        elif member.step == decided.step + 1 and member.peer_id not in self._answers[member.stage]:
+            self._note(member, Applied(member.step, member.state_digest))
+
+    def _note(self, member: Member, applied: Applied) -> None:
+        context = self._context
+        self._answers[member.stage][member.peer_id] = applied
+        context.members.note_step(member.peer_id, applied.step, applied.state_digest)
+        context.journal.note_replica(
+            applied.step, member.stage, member.peer_id, member.incarnation, applied.state_digest
+        )
+
+    async def carry_out(self, decision: Decision, prepared: list[PreparedStage], *, checkpoint: bool) -> StepResult:
+        """Tell everybody. Goes on once every stage has applied and the others have had a moment."""
+        context = self._context
+        self._answers = [{} for _ in prepared]
+        snapshot_due = [self._snapshot_due(stage.stage) for stage in prepared]
+        keepers: list[list[str]] = [[] for _ in prepared]
+        tasks = []
+        for stage in prepared:
+            for position, member in enumerate(stage.members):
+                keep = snapshot_due[stage.stage] or (checkpoint and position < NUM_KEEPERS)
+                if keep:
+                    keepers[stage.stage].append(member.peer_id)
+                tasks.append(context.in_background(self._apply_at(member, decision, keep=keep)))
+            for member, hearing in stage.listeners:
+                context.in_background(self._follow(member, hearing, stage, decision))
+        await asyncio.wait(tasks, timeout=APPLY_GRACE_S)
+        await context.wait_for(lambda: all(self._answers))
+        answers = [dict(found) for found in self._answers]
+        digests = tuple(self._majority(stage, decision.step, found) for stage, found in enumerate(answers))
+        held = tuple(tuple(peer for peer in kept if peer in answers[stage]) for stage, kept in enumerate(keepers))
+        self._enter_next(decision.step + 1, digests, held, snapshot_due)
+        return StepResult(decision, digests, held)
+
+    def _enter_next(
+        self, step: int, digests: tuple[str, ...], held: tuple[tuple[str, ...], ...], snapshot_due: list[bool]
+    ) -> None:
+        """The step is applied: newcomers of a stage fetch this state, and hear every reduction from now on."""
+        context = self._context
+        context.step = step
+        for stage, book in enumerate(context.stages):
+            book.digest = digests[stage]
+            if snapshot_due[stage] and held[stage]:
+                book.snapshot = StateOffer(step, digests[stage], held[stage])
+                self._snapshot_at[stage] = asyncio.get_running_loop().time()
+                context.members.listen(stage, step)
+
+    def _snapshot_due(self, stage: int) -> bool:
+        """Whether somebody waits for a state of this stage, and nobody is still fetching the one before."""
+        snapshot = self._context.stages[stage].snapshot
+        waiting = self._context.members.of_stage(stage, "syncing")
+        fetching = snapshot is not None and any(
+            m.listening_from is not None and m.step < snapshot.step for m in waiting
+        )
+        if fetching and asyncio.get_running_loop().time() - self._snapshot_at[stage] < SNAPSHOT_PATIENCE_S:
+            return False
+        return any(m.listening_from is None for m in waiting)
+
+    async def _follow(
+        self, member: Member, hearing: asyncio.Task[object], stage: PreparedStage, decision: Decision
+    ) -> None:
+        """A newcomer that heard the reduction hears the decision; one that missed it needs a later state."""
+        answer = await hearing
+        try:
+            if not isinstance(answer, Prepared) or answer.digest != stage.digest:
+                raise NetError(f"it did not hear the reduction: {answer}")
+            await self._call(member, decision, keep=False)
+        except NetError as error:
+            log.info("newcomer %s fell behind at step %d: %s", member.peer_id[-8:], decision.step, error)
+            self._context.members.stop_listening(member.key)
+
+    async def _apply_at(self, member: Member, decision: Decision, *, keep: bool) -> None:
+        context = self._context
+        self._under_way.add(member.key)
+        try:
+            applied = await self._call(member, decision, keep=keep)
+        except CallRefused as error:
+            if error.code in (Code.UNPREPARED, Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
+                must_sync = error.code == Code.UNPREPARED
+                await context.lose(member, f"cannot apply step {decision.step}: {error.code}", must_sync=must_sync)
+            return
+        except NetError as error:
+            log.info("%s did not apply step %d: %s", member.peer_id[-8:], decision.step, error)
+            return  # told again at its next sign of life, or lost when there is none
+        finally:
+            self._under_way.discard(member.key)
+        if applied.step != decision.step + 1 or context.decided is not decision:
+            return
+        self._note(member, applied)
+        await context.notify()
+
+    async def _call(self, member: Member, decision: Decision, *, keep: bool) -> Applied:
+        context = self._context
+        request = Apply(
+            run=context.run_id,
+            term=context.term,
+            step=decision.step,
+            digest=decision.stages[member.stage][0],
+            scale=decision.scale,
+            learning_rate=decision.learning_rate,
+            snapshot=keep,
+        )
+        return await context.node.call(member.peer_id, request, deadline_s=APPLY_S, expect=Applied)
+
+    def _majority(self, stage: int, step: int, answers: dict[str, Applied]) -> str:
+        """The digest that most replicas have; the others do not serve until they have fetched the state again."""
+        digests = [answer.state_digest for answer in answers.values()]
+        majority = max(sorted(set(digests)), key=digests.count)
+        for peer_id, answer in answers.items():
+            if answer.state_digest != majority:
+                self._context.events.emit(PeerDiverged(peer_id, stage, step))
+        return majority

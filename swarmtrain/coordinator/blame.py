@@ -1,0 +1,63 @@
+"""Who is left out when the peers of a stage cannot reduce together although each of them lives. Pure.
+
+Two peers that do not reach each other both reach the coordinator: without this, their stage would try for ever. In each
+failed attempt one peer at most gets a strike: the one that most complaints are about, made by it or against it. An
+honest "I do not have these microbatches" is no complaint.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from swarmtrain.coordinator.members import Member
+from swarmtrain.net.errors import CallRefused, NetError
+from swarmtrain.wire.messages import Prepared, Unprepared
+
+MAX_STRIKES = 2
+
+Reply = Prepared | Unprepared | NetError | None  # None: not waited for
+
+
+class Blame:
+    """The failed attempts of one stage in one step."""
+
+    def __init__(self) -> None:
+        self._strikes: Counter[tuple[str, str]] = Counter()
+
+    def attempt(self, members: Sequence[Member], replies: Sequence[Reply]) -> list[Member]:
+        """An attempt failed with these replies; returns who is to be left out from now on."""
+        if all(isinstance(reply, Prepared) for reply in replies):
+            blamed = _minority(members, replies)
+        else:
+            blamed = _most_complained_of(members, replies)
+        for member in blamed:
+            self._strikes[member.key] += 1
+        return [member for member in blamed if self._strikes[member.key] >= MAX_STRIKES]
+
+
+def _minority(members: Sequence[Member], replies: Sequence[Reply]) -> list[Member]:
+    """All have a sum, but not the same one."""
+    digests = [reply.digest if isinstance(reply, Prepared) else "" for reply in replies]
+    majority = max(sorted(set(digests)), key=digests.count)
+    return [member for member, digest in zip(members, digests, strict=True) if digest != majority]
+
+
+def _most_complained_of(members: Sequence[Member], replies: Sequence[Reply]) -> list[Member]:
+    by_peer = {member.peer_id: member for member in members}
+    against: Counter[str] = Counter()
+    made: Counter[str] = Counter()
+    for member, reply in zip(members, replies, strict=True):
+        if isinstance(reply, CallRefused) or (isinstance(reply, Unprepared) and not reply.missing):
+            suspects = set(reply.suspects) if isinstance(reply, Unprepared) else set()
+            known = [peer for peer in suspects if peer in by_peer and peer != member.peer_id]
+            against.update(known)
+            made[member.peer_id] += len(known)
+            if isinstance(reply, CallRefused):
+                against[member.peer_id] += 1
+    total = against + made
+    if not total:
+        return []
+    most = max(total.values())
+    worst = sorted((peer for peer in total if total[peer] == most), key=lambda peer: (-against[peer], peer))
+    return [by_peer[worst[0]]]

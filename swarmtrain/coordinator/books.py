@@ -1,0 +1,94 @@
+"""The books of one step: who has which microbatch on which stage. Pure; the coordinator's I/O is elsewhere.
+
+Peers claim (stage, microbatch) by appearing in the route of an answer. A claim counts while that incarnation of the
+peer lives. A stage's books balance when every microbatch has a claim; its roster then names exactly one claimant for
+each. Whoever else has computed a microbatch takes it out of its sum again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swarmtrain.wire.messages import Hop
+
+Member = tuple[str, str]  # peer id, incarnation
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """How to get a lost microbatch back: `holder` of the stage before gives it once more; None: lease it again."""
+
+    microbatch: int
+    lowest_missing_stage: int
+    holder: Hop | None
+    hints: tuple[Hop, ...]
+
+
+class StepBooks:
+    """Claims and losses of one step."""
+
+    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+        self.num_stages, self.num_microbatches = num_stages, num_microbatches
+        self.losses: dict[int, float] = {}
+        self._claims: list[list[list[Member]]] = [[[] for _ in range(num_microbatches)] for _ in range(num_stages)]
+
+    def record(self, microbatch: int, loss: float, route: Iterable[Hop]) -> None:
+        """An answer came. The first loss stands: all answers for one microbatch carry the same."""
+        self.losses.setdefault(microbatch, loss)
+        for hop in route:
+            self.claim(microbatch, hop)
+
+    def claim(self, microbatch: int, hop: Hop) -> None:
+        """A peer has this microbatch in its sum."""
+        claimants = self._claims[hop.stage][microbatch]
+        member = (hop.peer_id, hop.incarnation)
+        if member not in claimants:
+            claimants.append(member)
+
+    def withdraw(self, stage: int, microbatches: Iterable[int], member: Member) -> None:
+        """A peer says that it does not have these after all."""
+        for microbatch in microbatches:
+            claimants = self._claims[stage][microbatch]
+            if member in claimants:
+                claimants.remove(member)
+
+    def lose(self, stage: int, member: Member) -> int:
+        """A peer is gone, and its ledger with it. Returns how many claims that voided."""
+        voided = 0
+        for claimants in self._claims[stage]:
+            if member in claimants:
+                claimants.remove(member)
+                voided += 1
+        return voided
+
+    def holder(self, stage: int, microbatch: int) -> Hop | None:
+        """A peer that has the microbatch on this stage."""
+        claimants = self._claims[stage][microbatch]
+        return Hop(stage, *claimants[0]) if claimants else None
+
+    def missing(self, stage: int) -> list[int]:
+        """Microbatches that nobody has on this stage."""
+        return [i for i in range(self.num_microbatches) if not self._claims[stage][i]]
+
+    def balances(self, stage: int) -> bool:
+        """Whether every microbatch is in somebody's sum on this stage."""
+        return all(self._claims[stage])
+
+    def roster(self, stage: int) -> dict[Member, list[int]]:
+        """Who answers for which microbatches: the first living claimant of each."""
+        assert self.balances(stage)
+        shares: dict[Member, list[int]] = {}
+        for microbatch, claimants in enumerate(self._claims[stage]):
+            shares.setdefault(claimants[0], []).append(microbatch)
+        return shares
+
+    def replay_plan(self, microbatch: int) -> ReplayPlan | None:
+        """What to do about a microbatch that some stage has lost; None if no stage has."""
+        holders = [self.holder(stage, microbatch) for stage in range(self.num_stages)]
+        missing = [stage for stage, holder in enumerate(holders) if holder is None]
+        if not missing:
+            return None
+        lowest = missing[0]
+        hints = tuple(holder for holder in holders[lowest:] if holder is not None)
+        return ReplayPlan(microbatch, lowest, holders[lowest - 1] if lowest > 0 else None, hints)

@@ -1,0 +1,109 @@
+"""Checkpoints of a swarm: each stage's state is fetched from a peer that keeps a copy, and handed out on resume."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
+from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, complete, latest, open_checkpoint, prune
+from swarmtrain.coordinator.admission import StateOffer
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.errors import StorageError
+from swarmtrain.model.buffers import StateLayout
+from swarmtrain.net.errors import Refusal
+from swarmtrain.observe.events import CheckpointFailed, CheckpointWritten
+from swarmtrain.observe.faults import Point
+from swarmtrain.wire.messages import ChunkDigests, Code, FetchDigests, FetchState, StateChunk
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The run's checkpoint directory. Also the donor of last resort: it serves the newest checkpoint's states."""
+
+    def __init__(self, context: RunContext, directory: Path) -> None:
+        self._context, self.directory = context, directory
+        self.newest: Checkpoint | None = _newest(directory, context.journal.num_steps())
+        self._source: StateSource | None = None
+        self._loading = asyncio.Lock()
+        if self.newest is not None:
+            self.newest.check_run(context.manifest)
+
+    @property
+    def step(self) -> int:
+        """Of the newest checkpoint; 0 if there is none: the state at step 0 follows from the seed."""
+        return 0 if self.newest is None else self.newest.step
+
+    def offer(self, stage: int) -> StateOffer | None:
+        """What this process can hand out of a stage."""
+        if self.newest is None:
+            return None
+        return StateOffer(self.newest.step, self.newest.stages[stage].state_digest, (self._context.node.peer_id,))
+
+    async def write(self, step: int, digests: Sequence[str], keepers: Sequence[Sequence[str]]) -> bool:
+        """Fetch every stage's state from its keepers and write a checkpoint; False (and an event) if that failed."""
+        context = self._context
+        try:
+            with CheckpointWriter(self.directory, context.manifest, step, 0) as writer:
+                for stage, digest in enumerate(digests):
+                    layout = StateLayout(context.manifest, stage)
+                    download = Download(context.node, context.run_id, layout, step, digest)
+                    await download.run(keepers[stage])
+                    writer.basis_epoch = download.basis_epoch
+                    tensors = dict(layout.named(download.buffers))
+                    await asyncio.to_thread(writer.write_stage, stage, tensors, digest)
+                    context.faults.hit(Point.CHECKPOINT_WRITE)
+                path = await asyncio.to_thread(writer.commit)
+        except (SyncFailed, StorageError) as error:
+            context.events.emit(CheckpointFailed(step, str(error)))
+            return False
+        context.journal.note_checkpoint(step, path.name, list(digests))
+        self.newest, self._source = latest(self.directory), None
+        prune(self.directory, context.manifest.checkpoint.keep)
+        for stage, book in enumerate(context.stages):
+            book.checkpoint = self.offer(stage)
+        context.events.emit(CheckpointWritten(step, str(path)))
+        return True
+
+    async def fetch_digests(self, fetch: FetchDigests) -> ChunkDigests:
+        """The chunk digests of a stage of the newest checkpoint."""
+        source = await self._state(fetch.run, fetch.stage, fetch.step)
+        return await asyncio.to_thread(source.digests)
+
+    async def fetch_state(self, fetch: FetchState) -> StateChunk:
+        """A chunk of a stage of the newest checkpoint."""
+        chunk = (await self._state(fetch.run, fetch.stage, fetch.step)).chunk(fetch.chunk)
+        if chunk is None:
+            raise Refusal(Code.UNKNOWN, f"there is no chunk {fetch.chunk}")
+        return chunk
+
+    async def _state(self, run: str, stage: int, step: int) -> StateSource:
+        if run != self._context.run_id or self.newest is None or step != self.newest.step:
+            raise Refusal(Code.UNKNOWN, f"the newest checkpoint here is of step {self.step}")
+        if stage >= self._context.manifest.stages.count:
+            raise Refusal(Code.WRONG_STAGE, "there is no such stage")
+        async with self._loading:
+            source = self._source
+            if source is None or source.layout.plan.index != stage or source.step != step:
+                source = self._source = await asyncio.to_thread(self._load, self.newest, stage)
+        return source
+
+    def _load(self, checkpoint: Checkpoint, stage: int) -> StateSource:
+        layout = StateLayout(self._context.manifest, stage)
+        buffers = layout.empty()
+        stored = checkpoint.load_stage(stage)
+        with torch.no_grad():
+            for name, view in layout.named(buffers):
+                view.copy_(stored[name])
+        return StateSource(layout, checkpoint.step, checkpoint.basis_epoch, buffers)
+
+
+def _newest(directory: Path, max_step: int) -> Checkpoint | None:
+    """The newest checkpoint that the journal covers. A newer one can be there if the journal is an older copy."""
+    found = [path for path in complete(directory) if int(path.name[5:]) <= max_step]
+    return open_checkpoint(found[-1]) if found else None

@@ -1,0 +1,83 @@
+"""What the parts of the coordinator share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarmtrain.chain.dispatch import Dispatcher
+from swarmtrain.coordinator.admission import StageBook
+from swarmtrain.coordinator.books import StepBooks
+from swarmtrain.coordinator.journal import Decision, Journal
+from swarmtrain.coordinator.members import Member, Members
+from swarmtrain.data.sampler import Sampler
+from swarmtrain.net.node import Node
+from swarmtrain.observe.events import Events, PeerLost
+from swarmtrain.observe.faults import Faults
+from swarmtrain.run.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunContext:
+    """One run at its coordinator; touched on the event loop only."""
+
+    manifest: Manifest
+    run_id: str
+    term: int
+    node: Node
+    dispatcher: Dispatcher  # calls stage 0
+    journal: Journal
+    sampler: Sampler
+    events: Events
+    step: int = 0  # applied steps
+    decided: Decision | None = None  # the last decision; being carried out while its step is `step`
+    is_over: bool = False
+    members: Members = field(default_factory=Members)
+    books: StepBooks | None = None
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    stages: list[StageBook] = field(default_factory=list)
+    background: set[asyncio.Task[object]] = field(default_factory=set)
+    faults: Faults = field(default_factory=Faults)
+
+    def in_background(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+        """Do `work` whether or not anybody waits for it."""
+        task: asyncio.Task[object] = asyncio.create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self._background_ended)
+        return task
+
+    def _background_ended(self, task: asyncio.Task[object]) -> None:
+        self.background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work failed", exc_info=error)
+
+    async def close(self) -> None:
+        """Stop what runs in the background."""
+        for task in self.background:
+            task.cancel()
+        await asyncio.gather(*self.background, return_exceptions=True)
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Return when `condition` holds; it is looked at whenever members or books change."""
+        async with self.changed:
+            await self.changed.wait_for(condition)
+
+    async def notify(self) -> None:
+        """Members or books have changed."""
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def lose(self, member: Member, reason: str, *, must_sync: bool = False) -> None:
+        """A peer is gone, or (`must_sync`) of no use as it is: forget it, and void what only it had."""
+        current = self.members.get(member.peer_id)
+        if current is not None and current.incarnation == member.incarnation:
+            self.members.remove(member.peer_id, must_sync=must_sync)
+            self.events.emit(PeerLost(member.peer_id, member.stage, reason))
+        if self.books is not None:
+            self.books.lose(member.stage, member.key)
+        await self.notify()

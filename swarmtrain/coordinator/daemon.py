@@ -1,0 +1,333 @@
+"""The coordinator's daemon: opens steps and keeps the books. No tensor of the training traffic passes through it.
+
+Its only lasting state is the journal, the checkpoints and the run's key, all in the state directory; everything else is
+asked of the peers again after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.chain.dispatch import Dispatcher
+from swarmtrain.chain.neighbours import Neighbours
+from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
+from swarmtrain.codec import CodecError, Direction, make_encoder, parse_spec
+from swarmtrain.coordinator.admission import StageBook
+from swarmtrain.coordinator.apply import Applies
+from swarmtrain.coordinator.checkpointing import Checkpoints
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.enrolment import Enrolment
+from swarmtrain.coordinator.journal import Journal, JournalError
+from swarmtrain.coordinator.run import Run
+from swarmtrain.data.sampler import Sampler
+from swarmtrain.errors import ExitCode, ManifestError, SwarmtrainError, UsageError
+from swarmtrain.net.directory import Directory, DirectoryOptions, TopicRule
+from swarmtrain.net.errors import NetError, Refusal
+from swarmtrain.net.exchange import Exchange
+from swarmtrain.net.host import Host
+from swarmtrain.net.host_options import HostOptions
+from swarmtrain.net.identity import RunKey
+from swarmtrain.net.node import Node
+from swarmtrain.observe.control import ControlServer
+from swarmtrain.observe.events import Events, PhaseReached
+from swarmtrain.observe.faults import Faults
+from swarmtrain.run.invite import Invite, run_id_of
+from swarmtrain.run.manifest import Manifest
+from swarmtrain.wire.messages import (
+    MESSAGES,
+    Acknowledged,
+    Code,
+    Enroll,
+    FetchDigests,
+    FetchRun,
+    FetchState,
+    Leave,
+)
+from swarmtrain.wire.schema import Message
+
+log = logging.getLogger(__name__)
+
+ANNOUNCE_S = 10.0
+RECORD_LIFE_S = 45.0
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """What `swarmtrain coordinator` was told."""
+
+    manifest: Manifest
+    state_dir: Path
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    bootstrap: tuple[str, ...] = ()
+    min_peers: int = 1
+    faults: Faults = field(default_factory=Faults)
+
+
+class Superseded(SwarmtrainError):
+    """Another coordinator with a higher term has taken over the run."""
+
+    error_id = "ST-SUPERSEDED"
+    exit_code = ExitCode.REFUSED
+
+
+class CoordinatorDaemon:
+    """One run's coordinator. `run` returns when the run's steps are done or it was asked to stop."""
+
+    def __init__(
+        self, options: CoordinatorOptions, events: Events, make_sampler: Callable[[Manifest], Sampler]
+    ) -> None:
+        self.options, self.events, self._make_sampler = options, events, make_sampler
+        self._stopping = asyncio.Event()
+        self.invite: Invite | None = None
+        self.refused: Counter[str] = Counter()  # by code
+
+    def stop(self) -> None:
+        """Stop after what is being decided; peers keep their state and wait for the next coordinator."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Start or resume the run, and drive it."""
+        check_supported(self.options.manifest)
+        async with contextlib.AsyncExitStack() as stack:
+            self._open(stack)
+            host, directory, node = await self._connect(stack)
+            self._build(stack, host, node, directory)
+            await self._control(stack)
+            async with asyncio.TaskGroup() as tasks:
+                helpers = [
+                    tasks.create_task(self._announce(directory, host)),
+                    tasks.create_task(self._watch_rivals(directory)),
+                    tasks.create_task(self.enrolment.watch()),
+                ]
+                try:
+                    await self._until_stopped(self.progress.drive())
+                finally:
+                    for helper in helpers:
+                        helper.cancel()
+            await self._say_goodbye()
+            await self.context.close()
+
+    def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        """The run's key and journal; a new run writes them, a resumed one must match them."""
+        options = self.options
+        options.state_dir.mkdir(parents=True, exist_ok=True)
+        key_path = options.state_dir / "run.key"
+        if key_path.exists():
+            self._key = RunKey.load(key_path)
+        else:
+            self._key = RunKey.generate()
+            self._key.save(key_path)
+        self.journal = stack.enter_context(Journal(options.state_dir / "journal.sqlite"))
+        known = self.journal.get("manifest")
+        if known is not None and known != options.manifest.canonical():
+            raise JournalError(
+                f"{options.state_dir} holds another run", fix="use its own manifest, or another --state-dir"
+            )
+        self.journal.set("manifest", options.manifest.canonical())
+        self.term = int(self.journal.get("term") or 0) + 1
+        self.journal.set("term", str(self.term))
+        self.run_id = run_id_of(options.manifest.digest(), self._key.public_bytes)
+        self.journal.set("run_id", self.run_id)
+
+    async def _connect(self, stack: contextlib.AsyncExitStack) -> tuple[Host, Directory, Node]:
+        options = self.options
+        host = await Host.start(
+            HostOptions(
+                state_dir=options.state_dir,
+                listen=options.listen,
+                announce=options.announce,
+                bootstrap=options.bootstrap,
+                require_bootstrap=False,
+                relay=True,
+            )
+        )
+        stack.push_async_callback(host.close)
+        node = Node(host, MESSAGES, self._handle)
+        stack.push_async_callback(node.close)
+        rules = {COORDINATOR_TOPIC: TopicRule(countersigned_by=self._key.public_bytes)}
+        directory = await Directory.start(host, self.run_id, DirectoryOptions(rules=rules))
+        stack.push_async_callback(directory.close)
+        self._phase("network", ", ".join(host.addresses()[:2]))
+        return host, directory, node
+
+    def _build(self, stack: contextlib.AsyncExitStack, host: Host, node: Node, directory: Directory) -> None:
+        manifest = self.options.manifest
+        neighbours = Neighbours(0, host, node, directory)
+        neighbours.start()
+        stack.push_async_callback(neighbours.close)
+        self.context = RunContext(
+            manifest=manifest,
+            run_id=self.run_id,
+            term=self.term,
+            node=node,
+            dispatcher=Dispatcher(node, neighbours),
+            journal=self.journal,
+            sampler=self._make_sampler(manifest),
+            events=self.events,
+            stages=[StageBook() for _ in range(manifest.stages.count)],
+            faults=self.options.faults,
+        )
+        self.checkpoints = Checkpoints(self.context, self.options.state_dir / "checkpoints")
+        self._resume()
+        applies = Applies(self.context)
+        self.enrolment = Enrolment(self.context, applies.tell)
+        self.progress = Run(self.context, self.checkpoints, applies, min_peers=self.options.min_peers)
+        self._offer = make_offer(manifest, self._key)
+        self.invite = Invite(self.run_id, self._key.public_bytes, host.addresses()[:4])
+        (self.options.state_dir / "invite").write_text(self.invite.text() + "\n")
+        self._phase("invite", self.invite.text())
+
+    def _resume(self) -> None:
+        """Where the run stands: at the last decision, which is told again to whoever has not carried it out."""
+        context = self.context
+        context.step = self.journal.num_steps()
+        context.decided = self.journal.last_decision()
+        digests = self.journal.state_digests(context.step)
+        for stage, book in enumerate(context.stages):
+            book.digest = digests.get(stage, "")
+            book.checkpoint = self.checkpoints.offer(stage)
+        if context.step:
+            self._phase("resume", f"step {context.step}, newest checkpoint at step {self.checkpoints.step}")
+
+    async def _handle(self, message: Message, exchange: Exchange) -> Message:
+        try:
+            return await self._answer(message, exchange)
+        except Refusal as refusal:
+            self.refused[refusal.code] += 1
+            raise
+
+    async def _answer(self, message: Message, exchange: Exchange) -> Message:
+        if isinstance(message, FetchRun):
+            if message.run != self.run_id:
+                raise Refusal(Code.WRONG_RUN, f"this is run {self.run_id}")
+            return self._offer
+        if isinstance(message, Enroll):
+            return await self.enrolment.enroll(message, exchange.peer_id)
+        if isinstance(message, FetchDigests):
+            return await self.checkpoints.fetch_digests(message)
+        if isinstance(message, FetchState):
+            return await self.checkpoints.fetch_state(message)
+        raise Refusal(Code.UNKNOWN, f"a coordinator does not answer {message.wire.kind}")
+
+    async def _announce(self, directory: Directory, host: Host) -> None:
+        while True:
+            value = {"t": self.context.term, "a": list(host.addresses()[:4])}
+            try:
+                await directory.announce(COORDINATOR_TOPIC, value, RECORD_LIFE_S, signer=self._key.sign)
+            except SwarmtrainError as error:
+                log.warning("cannot announce the coordinator: %s", error)
+            await asyncio.sleep(ANNOUNCE_S)
+
+    async def _watch_rivals(self, directory: Directory) -> None:
+        """A coordinator that was replaced ends."""
+        while True:
+            await asyncio.sleep(ANNOUNCE_S)
+            try:
+                await self._check_rivals(directory)
+            except Superseded:
+                raise
+            except SwarmtrainError as error:
+                log.info("cannot look for other coordinators: %s", error)
+
+    async def _check_rivals(self, directory: Directory) -> None:
+        """Peers obey the highest term only: a coordinator that was replaced has nothing left to do."""
+        for peer_id, record in (await directory.lookup(COORDINATOR_TOPIC)).items():
+            value = record.value
+            term = value.get("t") if isinstance(value, dict) else None
+            if isinstance(term, int) and term > self.context.term:
+                raise Superseded(
+                    f"{peer_id[-8:]} coordinates this run under term {term}; this one's is {self.context.term}",
+                    fix="leave the run to it, or stop it first",
+                )
+
+    async def _until_stopped(self, work: Any) -> None:
+        """Run `work` unless asked to stop."""
+        task = asyncio.create_task(work)
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            for item in (task, stopping):
+                item.cancel()
+            await asyncio.gather(task, stopping, return_exceptions=True)
+
+    async def _say_goodbye(self) -> None:
+        if not self.context.is_over:
+            return
+        message = Leave(self.context.run_id, self.context.term, "the run is complete")
+
+        async def tell(peer_id: str) -> None:
+            with contextlib.suppress(NetError):
+                await self.context.node.call(peer_id, message, deadline_s=5.0, expect=Acknowledged)
+
+        await asyncio.gather(*(tell(member.peer_id) for member in self.context.members.everybody()))
+
+    async def _control(self, stack: contextlib.AsyncExitStack) -> None:
+        server = ControlServer(self.options.state_dir / "control.sock", {"status": self._status, "stop": self._asked})
+        await server.start()
+        stack.push_async_callback(server.close)
+
+    async def _asked(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.stop()
+        return {"ok": True}
+
+    async def _status(self, request: dict[str, Any]) -> dict[str, Any]:
+        context = self.context
+        stages = [
+            [
+                {"peer": m.peer_id, "state": m.state, "step": m.step, "name": m.name}
+                for m in context.members.everybody()
+                if m.stage == stage
+            ]
+            for stage in range(context.manifest.stages.count)
+        ]
+        return {
+            "kind": "coordinator",
+            "run": context.run_id,
+            "name": context.manifest.run.name,
+            "peer": context.node.peer_id,
+            "state": "complete" if context.is_over else "waiting" if self.progress.waits_for else "training",
+            "reason": self.progress.waits_for,
+            "term": context.term,
+            "step": context.step,
+            "steps": context.manifest.schedule.steps,
+            "last": self.progress.last.as_dict() if self.progress.last is not None else None,
+            "stages": stages,
+            "checkpoint_step": self.checkpoints.step,
+            "invite": self.invite.text() if self.invite is not None else "",
+            "rerouted": context.dispatcher.counters.rerouted,
+            "refused": dict(self.refused),
+            "traffic": context.node.traffic().summary(),
+        }
+
+    def _phase(self, phase: str, detail: str = "") -> None:
+        self.events.emit(PhaseReached(phase, detail))
+
+
+def check_supported(manifest: Manifest) -> None:
+    """Refuse what the swarm cannot do yet, before anything is started."""
+    if manifest.model.tie_embeddings and manifest.stages.count > 1:
+        raise UsageError("tie_embeddings needs fused synchronization, which the swarm does not have yet")
+    if manifest.boundary.track_every:
+        raise UsageError("subspace tracking is not in the swarm yet", fix="--set boundary.track_every=0")
+    wires = {
+        "wire.forward": (manifest.wire.forward, Direction.FORWARD),
+        "wire.backward": (manifest.wire.backward, Direction.BACKWARD),
+    }
+    for key, (text, direction) in wires.items():
+        try:
+            encoder = make_encoder(parse_spec(text), boundary=0, direction=direction)
+        except CodecError as error:
+            raise ManifestError(key, str(error)) from error
+        if not encoder.scope.free_routes:
+            raise ManifestError(key, f"{text} needs the same two peers each time; the swarm's routes are free")

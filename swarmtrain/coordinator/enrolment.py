@@ -1,0 +1,83 @@
+"""Peers come, show signs of life, and go: what the coordinator answers, and who is counted as lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from swarmtrain.coordinator.admission import judge
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.members import Member
+from swarmtrain.net.errors import Refusal
+from swarmtrain.observe.events import PeerJoined, PeerLost
+from swarmtrain.wire.messages import Code, Enroll, Enrolled, Verdict
+
+WATCH_S = 1.0
+
+
+class Enrolment:
+    """Answers `Enroll`, and notices who has fallen silent."""
+
+    def __init__(self, context: RunContext, tell_decision: Callable[[Member], None]) -> None:
+        """`tell_decision` is called with every peer that may not have heard of the last decision."""
+        self._context, self._tell_decision = context, tell_decision
+
+    async def enroll(self, sign: Enroll, peer_id: str) -> Enrolled:
+        """Note a sign of life; tell the peer what to do."""
+        context = self._context
+        if sign.run != context.run_id:
+            raise Refusal(Code.WRONG_RUN, f"this is run {context.run_id}")
+        if sign.stage >= context.manifest.stages.count:
+            raise Refusal(Code.WRONG_STAGE, f"the run has stages 0 to {context.manifest.stages.count - 1}")
+        if sign.state == "gone":
+            await self._left(peer_id)
+            return Enrolled(context.term, context.step, Verdict.LEAVE, "", 0, "", ())
+        former = context.members.get(peer_id)
+        restarted = context.members.enroll(peer_id, sign, asyncio.get_running_loop().time())
+        if restarted is not None:
+            context.events.emit(PeerLost(restarted.peer_id, restarted.stage, "it has restarted"))
+            if context.books is not None:
+                context.books.lose(restarted.stage, restarted.key)
+        member = context.members.get(peer_id)
+        assert member is not None
+        if context.books is not None and sign.state == "syncing":
+            context.books.lose(member.stage, member.key)  # it has dropped its ledger
+        self._tell_decision(member)
+        if sign.state == "serving" and (former is None or former.state != "serving"):
+            context.events.emit(PeerJoined(member.peer_id, member.stage, member.step))
+        answer = judge(
+            member,
+            context.members,
+            context.step,
+            context.stages[sign.stage],
+            decided=context.decided.step if context.decided is not None else None,
+            is_over=context.is_over,
+        )
+        await context.notify()
+        offer = answer.offer
+        return Enrolled(
+            term=context.term,
+            step=context.step,
+            verdict=answer.verdict,
+            reason=answer.reason,
+            sync_step=offer.step if offer else 0,
+            sync_digest=offer.digest if offer else "",
+            donors=offer.donors if offer else (),
+        )
+
+    async def watch(self) -> None:
+        """Peers without a sign of life are lost. Runs until it is cancelled."""
+        loop, members = asyncio.get_running_loop(), self._context.members
+        while True:
+            looked_at = loop.time()
+            await asyncio.sleep(WATCH_S)
+            asleep_s = loop.time() - looked_at - WATCH_S
+            if asleep_s > WATCH_S:  # it was this process that stood still: nobody could be heard
+                members.excuse(asleep_s)
+            for member in members.silent(loop.time()):
+                await self._context.lose(member, "no sign of life")
+
+    async def _left(self, peer_id: str) -> None:
+        member = self._context.members.get(peer_id)
+        if member is not None:
+            await self._context.lose(member, "it has left")

@@ -1,0 +1,262 @@
+"""The journal: what the run has decided, in SQLite. A decision that is in it will be carried out, whatever crashes.
+
+Every applied step is one row of `steps`, its books in `entries` (who counted which microbatch on which stage), its
+replicas' digests in `replicas`. Each step's `chain` is a hash over the previous chain and everything the step wrote,
+and seals.py logs every write, so that a row that was altered or removed later is found by `swarmtrain audit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from swarmtrain.coordinator.seals import SCHEMA as LOG_SCHEMA
+from swarmtrain.coordinator.seals import Row, Seals, broken_seals, chain_hash
+from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.net.host_errors import StateDirectoryInUseError
+
+SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS steps (
+  step INTEGER PRIMARY KEY, decided_at REAL NOT NULL, term INTEGER NOT NULL, loss REAL NOT NULL,
+  grad_norm REAL NOT NULL, scale REAL NOT NULL, learning_rate REAL NOT NULL, stages TEXT NOT NULL, chain TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS entries (
+  step INTEGER NOT NULL, stage INTEGER NOT NULL, microbatch INTEGER NOT NULL, peer TEXT NOT NULL,
+  incarnation TEXT NOT NULL, PRIMARY KEY (step, stage, microbatch));
+CREATE TABLE IF NOT EXISTS losses (
+  step INTEGER NOT NULL, microbatch INTEGER NOT NULL, loss REAL NOT NULL, PRIMARY KEY (step, microbatch));
+CREATE TABLE IF NOT EXISTS replicas (
+  step INTEGER NOT NULL, stage INTEGER NOT NULL, peer TEXT NOT NULL, incarnation TEXT NOT NULL,
+  state_digest TEXT NOT NULL, PRIMARY KEY (step, stage, peer, incarnation));
+CREATE TABLE IF NOT EXISTS validations (step INTEGER PRIMARY KEY, loss REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS checkpoints (step INTEGER PRIMARY KEY, path TEXT NOT NULL, stages TEXT NOT NULL);
+"""
+
+
+class JournalError(SwarmtrainError):
+    """The journal is damaged, in use, or of another run."""
+
+    error_id = "ST-JOURNAL"
+    exit_code = ExitCode.FILES
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An applied step as it was decided."""
+
+    step: int
+    term: int
+    loss: float
+    grad_norm: float
+    scale: float
+    learning_rate: float
+    stages: tuple[tuple[str, float], ...]  # (digest, squared norm) of every stage's reduced gradient
+    entries: Mapping[int, Mapping[tuple[str, str], list[int]]]  # stage -> member -> microbatches
+    losses: Mapping[int, float]
+
+    def content(self) -> str:
+        """Everything that the chain covers, in one fixed form."""
+        entries = [
+            [stage, peer, incarnation, sorted(microbatches)]
+            for stage in sorted(self.entries)
+            for (peer, incarnation), microbatches in sorted(self.entries[stage].items())
+        ]
+        losses = [[microbatch, self.losses[microbatch].hex()] for microbatch in sorted(self.losses)]
+        stages = [[digest, norm.hex()] for digest, norm in self.stages]
+        numbers = [self.loss.hex(), self.grad_norm.hex(), self.scale.hex(), self.learning_rate.hex()]
+        return json.dumps([self.step, self.term, numbers, stages, entries, losses])
+
+
+class Journal:
+    """The run's journal. One writer; `audit` reads it while it is written."""
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
+        self._lock = None if read_only else _lock(path)
+        try:
+            if read_only:
+                self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+            else:
+                self._db = sqlite3.connect(path, isolation_level=None)
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=FULL")
+                self._db.executescript(_SCHEMA + LOG_SCHEMA)
+            self._db.execute("SELECT count(*) FROM steps").fetchone()
+        except sqlite3.Error as error:
+            raise JournalError(f"cannot open the journal {path}: {error}") from error
+        self._seals = Seals(self._db)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def get(self, key: str) -> str | None:
+        """A fact about the run."""
+        row = self._db.execute("SELECT value FROM run WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def set(self, key: str, value: str) -> None:
+        """Note a fact about the run."""
+        self._put("run", (key, value))
+
+    def num_steps(self) -> int:
+        """Steps decided so far: they are 0 .. num_steps - 1."""
+        row = self._db.execute("SELECT max(step) FROM steps").fetchone()
+        return 0 if row[0] is None else int(row[0]) + 1
+
+    def decide(self, decision: Decision) -> None:
+        """Write a decision; when this returns it is on disk, and the step will be applied."""
+        chain = chain_hash(self.last_chain(), decision.content())
+        stages = json.dumps([[digest, norm] for digest, norm in decision.stages])
+        row = (
+            decision.step,
+            time.time(),
+            decision.term,
+            decision.loss,
+            decision.grad_norm,
+            decision.scale,
+            decision.learning_rate,
+            stages,
+            chain,
+        )
+        with self._transaction():
+            self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            self._seals.put("steps", row)
+            self._db.executemany("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", _entry_rows(decision))
+            self._db.executemany(
+                "INSERT INTO losses VALUES (?, ?, ?)", [(decision.step, i, x) for i, x in decision.losses.items()]
+            )
+
+    def note_replica(self, step: int, stage: int, peer: str, incarnation: str, digest: str) -> None:
+        """A peer's state digest after `step` applied steps."""
+        self._put("replicas", (step, stage, peer, incarnation, digest))
+
+    def note_validation(self, step: int, loss: float) -> None:
+        """Validation loss after `step` applied steps."""
+        self._put("validations", (step, loss))
+
+    def validation(self, step: int) -> float | None:
+        """Validation loss after `step` applied steps, if it is known."""
+        row = self._db.execute("SELECT loss FROM validations WHERE step = ?", (step,)).fetchone()
+        return None if row is None else float(row[0])
+
+    def note_checkpoint(self, step: int, path: str, state_digests: list[str]) -> None:
+        """A checkpoint after `step` applied steps is on disk."""
+        self._put("checkpoints", (step, path, json.dumps(state_digests)))
+
+    def last_chain(self) -> str:
+        """The chain hash of the last decision."""
+        row = self._db.execute("SELECT chain FROM steps ORDER BY step DESC LIMIT 1").fetchone()
+        return "" if row is None else str(row[0])
+
+    def last_decision(self) -> Decision | None:
+        """The newest decision."""
+        return next((decision for decision, _ in self.decisions(from_step=self.num_steps() - 1)), None)
+
+    def state_digests(self, step: int) -> dict[int, str]:
+        """Stage -> state digest after `step` applied steps, as far as replicas have reported it."""
+        query = "SELECT stage, state_digest FROM replicas WHERE step = ?"
+        found: dict[int, list[str]] = {}
+        for stage, digest in self._db.execute(query, (step,)):
+            found.setdefault(stage, []).append(digest)
+        return {stage: max(sorted(set(digests)), key=digests.count) for stage, digests in found.items()}
+
+    def decisions(self, *, from_step: int = 0) -> Iterable[tuple[Decision, str]]:
+        """All decisions in order, with the chain hash that was written."""
+        columns = "step, term, loss, grad_norm, scale, learning_rate, stages, chain"
+        query = f"SELECT {columns} FROM steps WHERE step >= ? ORDER BY step"
+        for step, term, loss, norm, scale, rate, stages, chain in self._db.execute(query, (from_step,)).fetchall():
+            entries: dict[int, dict[tuple[str, str], list[int]]] = {}
+            rows = self._db.execute("SELECT stage, microbatch, peer, incarnation FROM entries WHERE step = ?", (step,))
+            for stage, microbatch, peer, incarnation in rows:
+                entries.setdefault(stage, {}).setdefault((peer, incarnation), []).append(microbatch)
+            losses = dict(self._db.execute("SELECT microbatch, loss FROM losses WHERE step = ?", (step,)).fetchall())
+            pairs = tuple((digest, float(squared)) for digest, squared in json.loads(stages))
+            yield Decision(step, term, loss, norm, scale, rate, pairs, entries, losses), chain
+
+    def replicas(self) -> list[tuple[int, int, str, str]]:
+        """(step, stage, peer, state digest) of every replica at every step."""
+        return self._db.execute("SELECT step, stage, peer, state_digest FROM replicas ORDER BY step, stage").fetchall()
+
+    def checkpoints(self) -> list[tuple[int, str, list[str]]]:
+        """(step, path, state digests) of every checkpoint."""
+        rows = self._db.execute("SELECT step, path, stages FROM checkpoints ORDER BY step").fetchall()
+        return [(step, path, json.loads(stages)) for step, path, stages in rows]
+
+    def roll_back(self, step: int) -> None:
+        """Forget everything after `step` applied steps: the run goes on from its checkpoint."""
+        with self._transaction():
+            for table in ("steps", "entries", "losses"):
+                self._db.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))
+            for table in ("replicas", "validations"):
+                self._db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
+            self._seals.roll_back(step)
+
+    def broken_seals(self) -> list[str]:
+        """Rows that were altered, added or removed after they were written, and books of no step."""
+        faults = broken_seals(self._db)
+        for table in ("entries", "losses"):
+            query = f"SELECT count(*) FROM {table} WHERE step NOT IN (SELECT step FROM steps)"
+            if (count := self._db.execute(query).fetchone()[0]) > 0:
+                faults.append(f"table {table}: {count} rows belong to no step")
+        return faults
+
+    def _put(self, table: str, row: Row) -> None:
+        marks = ", ".join("?" * len(row))
+        with self._transaction():
+            self._db.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", tuple(row))
+            self._seals.put(table, row)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or nothing, and on disk in the end."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise JournalError(f"cannot write the journal {self.path}: {error}") from error
+            raise
+
+
+def _lock(path: Path) -> IO[bytes]:
+    """Keep other writers away until the file that is returned is closed."""
+    try:
+        file = path.with_suffix(".lock").open("ab")
+    except OSError as error:
+        raise JournalError(f"cannot open the journal {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise StateDirectoryInUseError(path.parent, "") from error
+    return file
+
+
+def _entry_rows(decision: Decision) -> list[tuple[Any, ...]]:
+    return [
+        (decision.step, stage, microbatch, peer, incarnation)
+        for stage, members in decision.entries.items()
+        for (peer, incarnation), microbatches in members.items()
+        for microbatch in microbatches
+    ]

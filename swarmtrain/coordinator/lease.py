@@ -1,0 +1,142 @@
+"""Leases: every microbatch of a step is given to stage 0 with its tokens, and what was lost is replayed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import numpy as np
+
+from swarmtrain.coordinator.books import ReplayPlan, StepBooks
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.errors import DivergedError
+from swarmtrain.model.sizes import id_type
+from swarmtrain.net.errors import NetError, Refusal
+from swarmtrain.observe.events import WorkReplayed
+from swarmtrain.route.window import LeaseDeadlines
+from swarmtrain.run.schedule import mean_loss
+from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
+
+log = logging.getLogger(__name__)
+
+FIRST_LEASE_S = 120.0  # until enough have come back to know how long one takes
+MIN_LEASE_S = 30.0
+REPAIR_PAUSE_S = 0.3  # between rounds of repair
+
+
+class Leases:
+    """Gets the microbatches of a step done, each exactly once on every stage as far as the books say."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._id_type = id_type(context.manifest.model.vocab_size)
+        self._deadlines = LeaseDeadlines(initial_s=FIRST_LEASE_S, minimum_s=MIN_LEASE_S)
+
+    async def run(self, step: int, books: StepBooks) -> None:
+        """Lease all microbatches of `step`; returns when each has been answered."""
+        room = asyncio.Semaphore(self._window())
+
+        async def one(microbatch: int) -> None:
+            async with room:
+                await self._lease(step, microbatch, books, ())
+
+        async with asyncio.TaskGroup() as tasks:
+            for microbatch in range(books.num_microbatches):
+                tasks.create_task(one(microbatch))
+
+    async def repair(self, step: int, books: StepBooks) -> None:
+        """Replay whatever some stage has lost, again and again; runs until it is cancelled."""
+        while True:
+            plans = [plan for i in range(books.num_microbatches) if (plan := books.replay_plan(i)) is not None]
+            if not plans:
+                await self._context.wait_for(lambda: not all(map(books.balances, range(books.num_stages))))
+                continue
+            for stage in sorted({plan.lowest_missing_stage for plan in plans}):
+                count = sum(plan.lowest_missing_stage == stage for plan in plans)
+                self._context.events.emit(WorkReplayed(step, stage, count))
+            room = asyncio.Semaphore(self._window())
+            async with asyncio.TaskGroup() as tasks:
+                for plan in plans:
+                    tasks.create_task(self._replay(step, plan, books, room))
+            # A route may lead through a peer that does not count (any more): do not ask it again and again at once.
+            await asyncio.sleep(REPAIR_PAUSE_S)
+
+    async def validate(self, count: int) -> float:
+        """Mean loss over `count` validation microbatches, which go the same way, forward only."""
+        context = self._context
+        room = asyncio.Semaphore(self._window())
+
+        async def one(index: int) -> float:
+            async with room:
+                work = self._work(context.step, index, context.sampler.validation(index), evaluate=True)
+                return (await self._call(work)).loss
+
+        return mean_loss(list(await asyncio.gather(*(one(i) for i in range(count)))))
+
+    async def _lease(self, step: int, microbatch: int, books: StepBooks, hints: tuple[Hop, ...]) -> None:
+        tokens = self._context.sampler.microbatch(step, microbatch)
+        done = await self._call(self._work(step, microbatch, tokens, hints=hints))
+        await self._record(microbatch, done, books)
+
+    async def _replay(self, step: int, plan: ReplayPlan, books: StepBooks, room: asyncio.Semaphore) -> None:
+        async with room:
+            if plan.holder is None:
+                await self._lease(step, plan.microbatch, books, plan.hints)
+                return
+            context = self._context
+            request = Replay(context.run_id, context.term, step, plan.microbatch, plan.hints)
+            try:
+                done = await context.node.call(
+                    plan.holder.peer_id, request, deadline_s=self._deadlines.deadline_s, expect=Done
+                )
+            except NetError as error:
+                log.info("replay of (%d, %d) failed: %s", step, plan.microbatch, error)
+                books.withdraw(plan.holder.stage, [plan.microbatch], (plan.holder.peer_id, plan.holder.incarnation))
+                await context.notify()
+                return
+            await self._record(plan.microbatch, done, books)
+
+    async def _record(self, microbatch: int, done: Done, books: StepBooks) -> None:
+        books.record(microbatch, done.loss, [hop for hop in done.route if self._context.members.counts(hop)])
+        await self._context.notify()
+
+    async def _call(self, work: Work) -> Done:
+        """Have `work` done, however long it takes; only divergence ends it."""
+
+        def check(done: Done) -> None:
+            if [hop.stage for hop in done.route] != list(range(self._context.manifest.stages.count)):
+                raise ValueError("an answer whose route does not lead through all stages")
+
+        loop = asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            try:
+                done = await self._context.dispatcher.call(work, deadline_s=self._deadlines.deadline_s, check=check)
+                self._deadlines.finished(loop.time() - started)
+                return done
+            except Refusal as refusal:
+                if refusal.code == Code.DIVERGED:
+                    raise DivergedError(refusal.text, fix="lower optimizer.learning_rate") from refusal
+                log.info("lease (%d, %d): %s", work.step, work.microbatch, refusal)
+                await self._context.dispatcher.neighbours.wait_for_news(1.0)
+
+    def _work(
+        self, step: int, microbatch: int, tokens: object, *, evaluate: bool = False, hints: tuple[Hop, ...] = ()
+    ) -> Work:
+        context = self._context
+        return Work(
+            run=context.run_id,
+            term=context.term,
+            stage=0,
+            step=step,
+            microbatch=microbatch,
+            basis_epoch=0,
+            evaluate=evaluate,
+            hints=hints,
+            tokens=np.asarray(tokens).astype(self._id_type).tobytes(),
+            boundary=b"",
+        )
+
+    def _window(self) -> int:
+        """Microbatches under way at once: enough to keep every peer busy, with one waiting."""
+        return max(4, 2 * len(self._context.members.everybody()))

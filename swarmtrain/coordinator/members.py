@@ -1,0 +1,137 @@
+"""The peers of a run as the coordinator knows them. Pure: times are given."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from swarmtrain.wire.messages import Enroll, Hop
+
+SILENT_S = 10.0  # a peer that has not shown a sign of life for so long is lost
+MAX_USELESS = 4096  # how many are remembered; an older one that comes back is judged by its state alone
+
+
+@dataclass(frozen=True)
+class Member:
+    """One incarnation of one peer."""
+
+    peer_id: str
+    incarnation: str
+    stage: int
+    state: str
+    step: int
+    state_digest: str
+    up_bytes_per_s: float
+    forward_ms: float
+    backward_ms: float
+    name: str
+    seen_at: float
+    listening_from: int | None = None  # first step whose reduced gradient a newcomer has been hearing
+    must_sync: bool = False  # it had been given up and came back, but is of no use as it is
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """As in books and rosters."""
+        return self.peer_id, self.incarnation
+
+
+class Members:
+    """Who is there."""
+
+    def __init__(self) -> None:
+        self._by_peer: dict[str, Member] = {}
+        self._useless: OrderedDict[tuple[str, str], None] = OrderedDict()  # until they fetch the state again
+
+    def enroll(self, peer_id: str, sign: Enroll, now: float) -> Member | None:
+        """Note a sign of life. Returns the former incarnation if the peer has restarted."""
+        former = self._by_peer.get(peer_id)
+        is_same = former is not None and (former.incarnation, former.stage) == (sign.incarnation, sign.stage)
+        if sign.state != "serving":
+            self._useless.pop((peer_id, sign.incarnation), None)
+        is_waiting = sign.state == "syncing"  # only those who wait for a state listen
+        step, digest = sign.step, sign.state_digest
+        if former is not None and is_same and former.state == sign.state == "serving" and former.step > step:
+            step, digest = former.step, former.state_digest  # this sign was sent before its last apply
+        self._by_peer[peer_id] = Member(
+            peer_id=peer_id,
+            incarnation=sign.incarnation,
+            stage=sign.stage,
+            state=sign.state,
+            step=step,
+            state_digest=digest,
+            up_bytes_per_s=sign.up_bytes_per_s,
+            forward_ms=sign.forward_ms,
+            backward_ms=sign.backward_ms,
+            name=sign.name,
+            seen_at=now,
+            listening_from=former.listening_from if former is not None and is_same and is_waiting else None,
+            must_sync=(peer_id, sign.incarnation) in self._useless,
+        )
+        return None if is_same else former
+
+    def get(self, peer_id: str) -> Member | None:
+        """A peer that is there."""
+        return self._by_peer.get(peer_id)
+
+    def counts(self, hop: Hop) -> bool:
+        """Whether what a route says of a hop can be counted: this incarnation is there, and hosts that stage."""
+        member = self._by_peer.get(hop.peer_id)
+        if member is None or (member.incarnation, member.stage) != (hop.incarnation, hop.stage):
+            return False
+        return member.state in ("serving", "draining", "paused")
+
+    def of_stage(self, stage: int, *states: str) -> list[Member]:
+        """The peers of a stage in one of `states`, in a fixed order."""
+        found = [m for m in self._by_peer.values() if m.stage == stage and m.state in states]
+        return sorted(found, key=lambda member: member.peer_id)
+
+    def everybody(self) -> list[Member]:
+        """All peers."""
+        return sorted(self._by_peer.values(), key=lambda member: (member.stage, member.peer_id))
+
+    def note_step(self, peer_id: str, step: int, state_digest: str) -> None:
+        """A peer has applied a step."""
+        member = self._by_peer.get(peer_id)
+        if member is not None:
+            self._by_peer[peer_id] = replace(member, step=step, state_digest=state_digest)
+
+    def listen(self, stage: int, step: int) -> None:
+        """Every peer of the stage that waits for a state hears the reductions from `step` on."""
+        for member in self.of_stage(stage, "syncing"):
+            if member.listening_from is None:
+                self._by_peer[member.peer_id] = replace(member, listening_from=step)
+
+    def stop_listening(self, key: tuple[str, str]) -> None:
+        """A newcomer has missed a reduction: only a later state can help it."""
+        member = self._by_peer.get(key[0])
+        if member is not None and member.incarnation == key[1]:
+            self._by_peer[key[0]] = replace(member, listening_from=None)
+
+    def forget_steps(self) -> None:
+        """The run was rolled back: nobody's state counts until its next sign of life."""
+        for member in self.everybody():
+            self._by_peer[member.peer_id] = replace(
+                member, listening_from=None, step=0, state_digest="", state="unknown"
+            )
+
+    def remove(self, peer_id: str, *, must_sync: bool = False) -> Member | None:
+        """A peer is gone. With `must_sync`, this incarnation has to fetch the state should it come back."""
+        member = self._by_peer.pop(peer_id, None)
+        if member is not None and must_sync:
+            self._useless[member.key] = None
+            while len(self._useless) > MAX_USELESS:
+                self._useless.popitem(last=False)
+        return member
+
+    def excuse(self, seconds: float) -> None:
+        """Signs of life could not be heard for so long."""
+        for member in self.everybody():
+            self._by_peer[member.peer_id] = replace(member, seen_at=member.seen_at + seconds)
+
+    def silent(self, now: float, limit_s: float = SILENT_S) -> list[Member]:
+        """Peers without a sign of life."""
+        return [member for member in self._by_peer.values() if now - member.seen_at > limit_s]
+
+    def empty_stages(self, num_stages: int) -> list[int]:
+        """Stages that nobody serves."""
+        return [stage for stage in range(num_stages) if not self.of_stage(stage, "serving")]

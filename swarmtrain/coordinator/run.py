@@ -1,0 +1,226 @@
+"""The run from its first step to its last: when a step may begin, what is reported, when the run goes back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from swarmtrain.coordinator.admission import servers
+from swarmtrain.coordinator.apply import Applies, StepResult
+from swarmtrain.coordinator.checkpointing import Checkpoints
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.steps import StepDriver
+from swarmtrain.observe.events import RunEnded, RunRolledBack, RunWaits, StepApplied
+
+T = TypeVar("T")
+
+WATCH_S = 0.5
+ROLL_BACK_AFTER_S = 8.0  # a stage whose state nobody holds for so long, although somebody waits to host it, is lost
+
+
+class _StageLost(Exception):
+    """The state of a stage is gone; the run has to go back."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(f"stage {stage} lost its state")
+        self.stage = stage
+
+
+class Run:
+    """Drives the steps of one run. `drive` returns when they are done."""
+
+    def __init__(self, context: RunContext, checkpoints: Checkpoints, applies: Applies, *, min_peers: int) -> None:
+        self._context, self._checkpoints = context, checkpoints
+        self._min_peers = min_peers if context.step == 0 else 1  # a resumed run takes whom it gets
+        self._driver = StepDriver(context, applies)
+        self._writing: asyncio.Task[object] | None = None
+        self.waits_for = ""  # why nothing goes on, or empty
+        self.last: StepApplied | None = None
+        self._val_loss: float | None = None
+
+    async def drive(self) -> None:
+        """Step after step until the run's steps are done. Whenever a stage's state is lost, the run goes back."""
+        while not self._context.is_over:
+            try:
+                await self._guarded(self._advance())
+            except _StageLost as lost:
+                await self._roll_back(lost.stage)
+
+    async def _advance(self) -> None:
+        """From where the run stands to its end."""
+        context, schedule = self._context, self._context.manifest.schedule
+        await self._validate_if_due()
+        while context.step < schedule.steps:
+            await self._all_stages_served()
+            due = (
+                context.step + 1 == schedule.steps or self._checkpoint_due(context.step + 1) or self._owes_checkpoint()
+            )
+            started = time.perf_counter()
+            result = await self._driver.step(checkpoint=due)
+            seconds = time.perf_counter() - started
+            if due:
+                await self._checkpoint(result)
+            await self._report(result, seconds)
+        await self._final_checkpoint()
+        self._end()
+
+    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do `work`; _StageLost if a stage's state is lost meanwhile."""
+        working = asyncio.create_task(work)
+        losing = asyncio.create_task(self._lost_stage())
+        try:
+            await asyncio.wait([working, losing], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise _StageLost(losing.result())
+        finally:
+            for task in (working, losing):
+                task.cancel()
+            await asyncio.gather(working, losing, return_exceptions=True)
+
+    async def _lost_stage(self) -> int:
+        """Returns a stage whose state no peer has held for a while, although somebody is there to host it.
+
+        Before that nothing would be won by going back: a peer that was stopped may still return with the state.
+        """
+        context = self._context
+        since: dict[int, float] = {}
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now = time.monotonic()
+            for stage in range(context.manifest.stages.count):
+                holders = context.members.of_stage(stage, "serving", "draining", "paused")
+                is_held = any(member.step >= context.step for member in holders)
+                self._note_stage(stage, empty=not is_held and not holders)
+                can_return = bool(context.members.of_stage(stage, "serving", "syncing", "joining"))
+                if is_held or not can_return or context.step == self._checkpoints.step:
+                    since.pop(stage, None)
+                elif now - since.setdefault(stage, now) > ROLL_BACK_AFTER_S:
+                    return stage
+
+    async def _roll_back(self, stage: int) -> None:
+        """All stages go back to the last checkpoint, under a new term, so that nothing of the lost steps counts."""
+        context = self._context
+        if self._writing is not None:
+            await asyncio.wait([self._writing])  # the newest checkpoint must not be newer than the journal
+        step = self._checkpoints.step
+        context.events.emit(RunRolledBack(stage, context.step, step))
+        context.books = context.decided = None
+        context.term += 1
+        context.journal.set("term", str(context.term))
+        context.journal.roll_back(step)
+        context.step = step
+        context.members.forget_steps()
+        for index, book in enumerate(context.stages):
+            book.snapshot = None
+            book.checkpoint = self._checkpoints.offer(index)
+            book.digest = book.checkpoint.digest if book.checkpoint is not None else ""
+
+    async def _all_stages_served(self) -> None:
+        """Wait until every stage has a serving peer at the run's step, and before the first step for enough peers."""
+        context, count = self._context, self._context.manifest.stages.count
+
+        def ready() -> bool:
+            empty = [stage for stage in range(count) if not servers(context.members, stage, context.step)]
+            enough = len(context.members.everybody()) >= self._min_peers
+            self._note_wait(empty, enough)
+            return not empty and enough
+
+        await context.wait_for(ready)
+        self._min_peers = 1
+        for stage, book in enumerate(context.stages):
+            if not book.digest and context.step:  # a restarted coordinator goes by what most replicas have
+                digests = sorted(member.state_digest for member in servers(context.members, stage, context.step))
+                book.digest = max(digests, key=digests.count)
+
+    def _note_wait(self, empty: list[int], enough: bool) -> None:
+        reason = ""
+        if empty:
+            reason = f"stage {', '.join(map(str, empty))} has no peers"
+        elif not enough:
+            reason = f"waiting for {self._min_peers} peers"
+        self._say_wait(reason)
+
+    def _note_stage(self, stage: int, *, empty: bool) -> None:
+        """In the middle of a step."""
+        reason = f"stage {stage} has no peers"
+        if empty and not self.waits_for:
+            self._say_wait(reason)
+        elif not empty and self.waits_for == reason:
+            self._say_wait("")
+
+    def _say_wait(self, reason: str) -> None:
+        if reason and reason != self.waits_for:
+            self._context.events.emit(RunWaits(f"{reason} since {time.strftime('%H:%M:%S')}"))
+        self.waits_for = reason
+
+    def _checkpoint_due(self, step: int) -> bool:
+        every = self._context.manifest.checkpoint.every
+        return bool(every and step % every == 0)
+
+    def _owes_checkpoint(self) -> bool:
+        """Whether the last one came to nothing: its keepers died, or the disk was full."""
+        writing = self._writing
+        if writing is None or not writing.done():
+            return False
+        return writing.cancelled() or writing.exception() is not None or writing.result() is False
+
+    async def _checkpoint(self, result: StepResult) -> None:
+        """Write a checkpoint while training goes on; one at a time."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+        self._writing = self._context.in_background(
+            self._checkpoints.write(result.decision.step + 1, result.state_digests, result.keepers)
+        )
+
+    async def _final_checkpoint(self) -> None:
+        """The run does not end without its last state on disk: whoever has it is asked until it is there."""
+        context = self._context
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+        while self._checkpoints.step < context.step:
+            await self._all_stages_served()
+            keepers = tuple(
+                tuple(member.peer_id for member in servers(context.members, stage, context.step))
+                for stage in range(context.manifest.stages.count)
+            )
+            digests = tuple(book.digest for book in context.stages)
+            if not await self._checkpoints.write(context.step, digests, keepers):
+                await asyncio.sleep(WATCH_S)
+
+    def _end(self) -> None:
+        context, newest = self._context, self._checkpoints.newest
+        context.is_over = True
+        path = str(newest.path) if newest is not None else ""
+        context.events.emit(RunEnded("all steps are done", checkpoint=path, val_loss=self._val_loss))
+
+    async def _validate_if_due(self) -> None:
+        """The validation loss of the current step, if it is due and the journal does not have it yet."""
+        context, validation = self._context, self._context.manifest.validation
+        is_last = context.step == context.manifest.schedule.steps
+        count = min(validation.microbatches, context.sampler.num_validation_microbatches)
+        is_due = is_last or bool(validation.every and context.step % validation.every == 0)
+        self._val_loss = None
+        if not count or not is_due or context.step == 0:
+            return
+        self._val_loss = context.journal.validation(context.step)
+        if self._val_loss is None:
+            await self._all_stages_served()
+            self._val_loss = await self._driver.leases.validate(count)
+            context.journal.note_validation(context.step, self._val_loss)
+
+    async def _report(self, result: StepResult, seconds: float) -> None:
+        context, manifest, decision = self._context, self._context.manifest, result.decision
+        await self._validate_if_due()
+        self.last = StepApplied(
+            step=context.step,
+            loss=decision.loss,
+            tokens=context.step * manifest.tokens_per_step,
+            tokens_per_s=manifest.tokens_per_step / seconds,
+            grad_norm=decision.grad_norm,
+            lr=decision.learning_rate,
+            val_loss=self._val_loss,
+        )
+        context.events.emit(self.last)

@@ -1,0 +1,63 @@
+"""One optimizer step, from the first lease to the last apply. Read `StepDriver.step` first."""
+
+from __future__ import annotations
+
+import asyncio
+
+from swarmtrain.coordinator.apply import Applies, StepResult
+from swarmtrain.coordinator.books import StepBooks
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.journal import Decision
+from swarmtrain.coordinator.lease import Leases
+from swarmtrain.coordinator.prepare import PreparedStage, Preparer
+from swarmtrain.errors import DivergedError
+from swarmtrain.observe.faults import Point
+from swarmtrain.run.schedule import gradient_scale, learning_rate, mean_loss
+
+
+class StepDriver:
+    """Drives the run's steps."""
+
+    def __init__(self, context: RunContext, applies: Applies) -> None:
+        self._context, self._applies = context, applies
+        self.leases = Leases(context)
+        self._preparer = Preparer(context)
+
+    async def step(self, *, checkpoint: bool) -> StepResult:
+        """Lease, reduce, decide, apply. With `checkpoint`, a peer of each stage keeps a copy of the new state."""
+        context = self._context
+        step, stages = context.step, range(context.manifest.stages.count)
+        books = StepBooks(len(stages), context.manifest.batch.microbatches_per_step)
+        context.books = books
+        await self.leases.run(step, books)
+        async with asyncio.TaskGroup() as tasks:
+            repairing = tasks.create_task(self.leases.repair(step, books))
+            preparing = [tasks.create_task(self._preparer.prepare(step, stage, books)) for stage in stages]
+            await asyncio.wait(preparing)
+            repairing.cancel()
+        prepared = [task.result() for task in preparing]
+        decision = self._decide(step, books, prepared)
+        context.faults.hit(Point.BEFORE_DECISION)
+        context.journal.decide(decision)
+        context.decided = decision
+        context.faults.hit(Point.AFTER_DECISION)
+        result = await self._applies.carry_out(decision, prepared, checkpoint=checkpoint)
+        context.faults.hit(Point.AFTER_STEP)
+        return result
+
+    def _decide(self, step: int, books: StepBooks, prepared: list[PreparedStage]) -> Decision:
+        manifest = self._context.manifest
+        norm, scale = gradient_scale(manifest, [stage.squared_norm for stage in prepared])
+        if not norm < float("inf"):
+            raise DivergedError(f"the gradient norm of step {step} is {norm}", fix="lower optimizer.learning_rate")
+        return Decision(
+            step=step,
+            term=self._context.term,
+            loss=mean_loss([books.losses[i] for i in range(books.num_microbatches)]),
+            grad_norm=norm,
+            scale=scale,
+            learning_rate=learning_rate(manifest, step),
+            stages=tuple((stage.digest, stage.squared_norm) for stage in prepared),
+            entries={stage.stage: stage.shares for stage in prepared},
+            losses=dict(books.losses),
+        )

@@ -1,0 +1,1 @@
+"""Corpora, token shards, the sampler."""

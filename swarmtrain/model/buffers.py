@@ -1,0 +1,148 @@
+"""The flat buffers of a stage's state: where every tensor lies, and how the state is cut into chunks. No allocation.
+
+All tensors of a stage lie in one flat buffer each for parameters, first and second moments, every tensor at a multiple
+of 64 bytes, so that kernels see the same alignment in every split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarmtrain.model.layout import GRAM, Role, StagePlan, TensorSpec, plan_stages
+from swarmtrain.run.manifest import Manifest
+
+_ALIGNMENT = 16  # elements: 64 bytes of fp32
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in the flat buffers. Row-averaged tensors have a shorter second moment."""
+
+    spec: TensorSpec
+    offset: int
+    moment_offset: int
+    moment_size: int
+
+    @property
+    def span(self) -> slice:
+        """Of parameters, gradients and first moments."""
+        return slice(self.offset, self.offset + self.spec.num_elements)
+
+    @property
+    def moment_span(self) -> slice:
+        """Of second moments."""
+        return slice(self.moment_offset, self.moment_offset + self.moment_size)
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """One flat buffer of the state."""
+
+    name: str
+    num_elements: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """On the wire and in memory."""
+        return self.num_elements * self.dtype.itemsize
+
+
+class StateLayout:
+    """The buffers of one stage, in their fixed order: parameters, moments, and where they exist basis and Gram."""
+
+    def __init__(self, manifest: Manifest, index: int, dtype: torch.dtype = torch.float32) -> None:
+        self.manifest = manifest
+        self.plan: StagePlan = plan_stages(manifest)[index]
+        self.slots, size, moment_size = _lay_out(self.plan)
+        d = manifest.model.hidden_size
+        self.has_basis = manifest.boundary.kind != "dense"
+        self.tracks = self.plan.is_last and manifest.boundary.track_every > 0
+        self.buffers = [
+            BufferSpec("parameters", size, dtype),
+            BufferSpec("first_moment", size, dtype),
+            BufferSpec("second_moment", moment_size, dtype),
+        ]
+        if self.has_basis:
+            self.buffers.append(BufferSpec("basis", d * manifest.boundary.k, dtype))
+        if self.tracks:
+            self.buffers.append(BufferSpec("gram", d * d, torch.float64))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole state."""
+        return sum(buffer.num_bytes for buffer in self.buffers)
+
+    def named(self, buffers: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the state by name, as views of `buffers`: what a checkpoint keeps."""
+        parameters, first, second = buffers[:3]
+        for slot in self.slots:
+            yield f"parameter/{slot.spec.name}", parameters[slot.span].view(slot.spec.shape)
+        for slot in self.slots:
+            yield f"first_moment/{slot.spec.name}", first[slot.span].view(slot.spec.shape)
+        for slot in self.slots:
+            yield f"second_moment/{slot.spec.name}", second[slot.moment_span]
+        if self.has_basis:
+            yield "subspace/basis", buffers[3].view(self.manifest.model.hidden_size, self.manifest.boundary.k)
+        if self.tracks:
+            yield GRAM, buffers[4]
+
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """(buffer, first byte, byte after the last) of every chunk; a chunk never spans two buffers."""
+        return [
+            (index, start, min(start + CHUNK_BYTES, buffer.num_bytes))
+            for index, buffer in enumerate(self.buffers)
+            for start in range(0, buffer.num_bytes, CHUNK_BYTES)
+        ]
+
+    def empty(self) -> list[Tensor]:
+        """Fresh buffers on the CPU, filled with zeros."""
+        return [torch.zeros(buffer.num_elements, dtype=buffer.dtype) for buffer in self.buffers]
+
+
+def as_bytes(buffer: Tensor) -> memoryview:
+    """The raw bytes of a flat tensor (a view on the CPU, a copy from elsewhere)."""
+    return memoryview(buffer.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+
+
+def chunk_digests(layout: StateLayout, buffers: Sequence[Tensor]) -> list[bytes]:
+    """SHA-256 of every chunk, in order."""
+    raw = [as_bytes(buffer) for buffer in buffers]
+    return [hashlib.sha256(raw[index][start:stop]).digest() for index, start, stop in layout.chunks()]
+
+
+def state_digest(stage: int, step: int, basis_epoch: int, chunks: Sequence[bytes]) -> str:
+    """One name for a whole state: equal exactly when step, basis epoch and every byte are equal."""
+    root = hashlib.sha256(f"{stage}:{step}:{basis_epoch}:".encode())
+    for chunk in chunks:
+        root.update(chunk)
+    return root.hexdigest()
+
+
+def second_moment_size(spec: TensorSpec) -> int:
+    """One number per element; for a tensor kept in S one per column or row, since the update must not leave S."""
+    if spec.role is Role.COLUMNS_IN_S:
+        return spec.shape[1]
+    if spec.role is Role.ROWS_IN_S:
+        return spec.shape[0]
+    return spec.num_elements
+
+
+def _lay_out(plan: StagePlan) -> tuple[list[Slot], int, int]:
+    slots, offset, moment_offset = [], 0, 0
+    for spec in plan.tensors:
+        moment_size = second_moment_size(spec)
+        slots.append(Slot(spec, offset, moment_offset, moment_size))
+        offset = _aligned(offset + spec.num_elements)
+        moment_offset = _aligned(moment_offset + moment_size)
+    return slots, offset, moment_offset
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,91 @@
+"""How large a run is: parameters, bytes on the wire, memory. Arithmetic on the layout, nothing is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from swarmtrain.model.layout import StagePlan, plan_stages
+from swarmtrain.run.manifest import Manifest
+
+_FP32, _FP64 = 4, 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A manifest in numbers."""
+
+    name: str
+    num_parameters: int  # of the LLaMA that it exports to
+    num_trained: int  # after the factors of the subspace
+    num_stages: int
+    k: int
+    d: int
+    dense_bytes_per_token: int
+    wire_bytes_per_token: int
+    stage_bytes: tuple[int, ...]
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes cross a boundary than with dense fp32 tensors."""
+        return self.dense_bytes_per_token / self.wire_bytes_per_token
+
+    @property
+    def max_stage_bytes(self) -> int:
+        """Of the largest stage."""
+        return max(self.stage_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {**asdict(self), "ratio": self.ratio, "max_stage_bytes": self.max_stage_bytes}
+
+
+def describe(manifest: Manifest) -> Sizes:
+    """Sizes of a run. Wire bytes: one boundary, both directions, fp32 numbers and the token id once."""
+    plans = plan_stages(manifest)
+    d = manifest.model.hidden_size
+    is_dense = manifest.boundary.kind == "dense"
+    k = d if is_dense else manifest.boundary.k
+    copies = plans[-1].tensors[0].num_elements if manifest.model.tie_embeddings and len(plans) > 1 else 0
+    return Sizes(
+        name=manifest.run.name,
+        num_parameters=_dense_parameters(manifest),
+        num_trained=sum(plan.num_parameters for plan in plans) - copies,
+        num_stages=len(plans),
+        k=k,
+        d=d,
+        dense_bytes_per_token=2 * d * _FP32,
+        wire_bytes_per_token=2 * k * _FP32 + int(id_type(manifest.model.vocab_size)[2:]),
+        stage_bytes=tuple(stage_memory(manifest, plan) for plan in plans),
+    )
+
+
+def _dense_parameters(manifest: Manifest) -> int:
+    model, d = manifest.model, manifest.model.hidden_size
+    kv = d // model.num_heads * model.num_kv_heads
+    block = 2 * d * d + 2 * kv * d + 3 * d * model.ffn_size + 2 * d
+    tables = model.vocab_size * d * (1 if model.tie_embeddings else 2)
+    return model.num_layers * block + tables + d
+
+
+def id_type(vocab_size: int) -> str:
+    """How a token id travels: the smallest unsigned integer that holds it, little endian."""
+    return "<u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+def activation_bytes(manifest: Manifest, plan: StagePlan) -> int:
+    """About what autograd keeps of one microbatch between forward and backward, fp32."""
+    model, batch = manifest.model, manifest.batch
+    tokens = batch.sequences_per_microbatch * model.sequence_length
+    per_layer = 12 * model.hidden_size + 4 * model.ffn_size
+    head = 3 * model.vocab_size + 2 * model.hidden_size if plan.is_last else 0
+    return _FP32 * tokens * (per_layer * len(plan.layers) + head)
+
+
+def stage_memory(manifest: Manifest, plan: StagePlan) -> int:
+    """Bytes a stage needs beside its activations: parameters, gradient, two moments, exact sums, token table."""
+    accumulator = _FP64 if manifest.batch.accumulate == "exact" else _FP32
+    state = plan.num_parameters * (4 * _FP32 + accumulator)
+    is_dense = manifest.boundary.kind == "dense"
+    table = 0 if is_dense else manifest.model.vocab_size * manifest.model.hidden_size * _FP32
+    return state + table

@@ -1,0 +1,139 @@
+"""One pipeline stage as a module.
+
+Contract: tokens (s, n) and, except on the first stage, the boundary tensor (s, n, w) come in; the boundary tensor for
+the next stage, or on the last stage the loss, goes out. What crosses is (see blocks.py for the legend):
+
+    subspace    c, the residual stream's coordinates: h = c Uᵀ + T[ids] is formed wherever a block reads
+    projected   (h - T[ids]) U, computed at the boundary; lossless because every writer's columns lie in S
+    dense       h itself
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from swarmtrain.model.blocks import Block, Matrix, Read, RMSNorm, rotary_table
+from swarmtrain.model.cache import StageCache
+from swarmtrain.model.layout import StagePlan
+from swarmtrain.run.manifest import Manifest
+
+
+class Embedding(nn.Module):
+    """Trainable token vectors (v, w)."""
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, width, device="meta"))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(t, w)"""
+        return F.embedding(ids, self.weight)
+
+
+class Stage(nn.Module):
+    """The layers of one stage. Its parameters are bound by `StageState`; `basis` and `table` are frozen."""
+
+    basis: Tensor | None
+    table: Tensor | None
+
+    def __init__(self, manifest: Manifest, plan: StagePlan, basis: Tensor | None, table: Tensor | None) -> None:
+        super().__init__()
+        model, kind = manifest.model, manifest.boundary.kind
+        self.model, self.kind, self.plan = model, kind, plan
+        stream_width = manifest.boundary.k if kind == "subspace" else model.hidden_size
+        if plan.is_first or (plan.is_last and model.tie_embeddings):
+            self.embedding = Embedding(model.vocab_size, stream_width)
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): Block(model, model.hidden_size if plan.is_tail(layer) else stream_width)
+                for layer in plan.layers
+            }
+        )
+        if plan.is_last:
+            self.final_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
+            if not model.tie_embeddings:
+                self.head = Matrix(model.vocab_size, model.hidden_size)
+        self.register_buffer("basis", basis, persistent=False)
+        self.register_buffer("table", table, persistent=False)
+        self._rotary = {0: rotary_table(model, 0, torch.device("cpu"), torch.float32)}
+        self.exit_state: Tensor | None = None  # h where the stream leaves S, of the last forward; for tracking
+
+    def forward(self, ids: Tensor, boundary: Tensor | None, cache: StageCache | None = None) -> Tensor:
+        """The boundary tensor (s, n, w) for the next stage. Not for the last stage.
+
+        With a cache, ids and boundary are the new positions only; the caller advances `cache.num_positions`.
+        """
+        stream, read = self._enter(ids, boundary)
+        stream = self._run(stream, read, self.plan.layers, ids.shape, cache)
+        return self._leave(ids, stream).view(*ids.shape, -1)
+
+    def logits(self, ids: Tensor, boundary: Tensor | None, cache: StageCache | None = None) -> Tensor:
+        """The last stage's scores (t, v); with a cache as in `forward`."""
+        stream, read = self._enter(ids, boundary)
+        constrained = [layer for layer in self.plan.layers if not self.plan.is_tail(layer)]
+        stream = self._run(stream, read, constrained, ids.shape, cache)
+        h = read(stream)  # (t, d): out of the subspace
+        self.exit_state = h if torch.is_grad_enabled() else None
+        tail = [layer for layer in self.plan.layers if self.plan.is_tail(layer)]
+        h = self._run(h, _as_it_is, tail, ids.shape, cache)
+        h = self.final_norm(h)
+        return F.linear(h, self._tied_head()) if self.model.tie_embeddings else self.head(h)
+
+    def loss(self, ids: Tensor, targets: Tensor, boundary: Tensor | None) -> Tensor:
+        """Mean cross-entropy over the microbatch's tokens; targets is (s, n)."""
+        return F.cross_entropy(self.logits(ids, boundary), targets.reshape(-1))
+
+    def _run(
+        self, stream: Tensor, read: Read, layers: list[int] | range, shape: torch.Size, cache: StageCache | None = None
+    ) -> Tensor:
+        rotary = self._rotary_for(shape[1], stream, cache)
+        for layer in layers:
+            memory = cache.layer(layer) if cache is not None else None
+            stream = self.layers[str(layer)](stream, read, rotary, shape[0], memory)
+        return stream
+
+    def _enter(self, ids: Tensor, boundary: Tensor | None) -> tuple[Tensor, Read]:
+        """The stream (t, w) at the stage's first layer, and how blocks read it."""
+        if self.kind == "dense":
+            return (self.embedding(ids.reshape(-1)) if boundary is None else boundary.flatten(0, 1)), _as_it_is
+        assert self.basis is not None
+        assert self.table is not None
+        anchor = F.embedding(ids.reshape(-1), self.table)  # (t, d)
+        up = self.basis.t()  # (k, d)
+        if self.kind == "subspace":
+            stream = self.embedding(ids.reshape(-1)) if boundary is None else boundary.flatten(0, 1)  # (t, k)
+            return stream, lambda c: torch.addmm(anchor, c, up)
+        if boundary is None:
+            return self.embedding(ids.reshape(-1)) + anchor, _as_it_is
+        return torch.addmm(anchor, boundary.flatten(0, 1), up), _as_it_is  # (t, d)
+
+    def _leave(self, ids: Tensor, stream: Tensor) -> Tensor:
+        if self.kind != "projected":
+            return stream
+        assert self.basis is not None
+        assert self.table is not None
+        return (stream - F.embedding(ids.reshape(-1), self.table)) @ self.basis  # (t, k)
+
+    def _tied_head(self) -> Tensor:
+        """The embedding as the head's weight, (v, d)."""
+        if self.kind == "dense":
+            return self.embedding.weight
+        assert self.basis is not None
+        assert self.table is not None
+        if self.kind == "subspace":
+            return torch.addmm(self.table, self.embedding.weight, self.basis.t())
+        return self.embedding.weight + self.table
+
+    def _rotary_for(self, num_positions: int, like: Tensor, cache: StageCache | None) -> tuple[Tensor, Tensor]:
+        first = cache.num_positions if cache is not None else 0
+        length = num_positions if cache is None else max(first + num_positions, self.model.sequence_length)
+        if length not in self._rotary:
+            self._rotary = {length: rotary_table(self.model, length, like.device, like.dtype)}
+        cos, sin = self._rotary[length]
+        return cos[first : first + num_positions], sin[first : first + num_positions]
+
+
+def _as_it_is(stream: Tensor) -> Tensor:
+    return stream

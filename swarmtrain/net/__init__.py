@@ -1,0 +1,1 @@
+"""libp2p host, calls and streams, DHT directory, link meters and caps."""

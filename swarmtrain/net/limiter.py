@@ -1,0 +1,187 @@
+"""Rate caps of a daemon: one token bucket for everything it sends and one for everything it receives.
+
+Who may send next is decided by priority over all links together, so that a state download on one link cannot hold back
+a boundary tensor on another. Tokens may go negative by one grant: the next one waits that much longer, so the average
+is exact. Over any window of w seconds a bucket lets through at most rate * (w + BURST_S) bytes plus one grant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import re
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from swarmtrain.errors import UsageError
+from swarmtrain.wire.limits import Priority
+
+BURST_S = 0.2  # unused rate that is kept for later: bridges the lateness of timers
+LOW_SHARE = 16  # one grant in so many goes to the least urgent, so that nothing starves for ever
+_GRANT_S = 0.05  # at low rates a grant is this much of a second, so that control frames need not wait long
+_MIN_GRANT_BYTES = 2048
+
+Schedule = Callable[[float, Callable[[], None]], "Cancellable"]
+
+
+class Cancellable(Protocol):
+    """What a scheduler returns."""
+
+    def cancel(self) -> None:
+        """Do not call."""
+
+
+class Ticket:
+    """A place in the queue of a bucket."""
+
+    __slots__ = ("cancelled", "granted", "num_bytes", "priority")
+
+    def __init__(self, num_bytes: int, priority: Priority, granted: Callable[[], None]) -> None:
+        self.num_bytes = num_bytes
+        self.priority = priority
+        self.granted = granted
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """Give the place up."""
+        self.cancelled = True
+
+
+def _schedule_on_running_loop(delay_s: float, callback: Callable[[], None]) -> Cancellable:
+    return asyncio.get_running_loop().call_later(delay_s, callback)
+
+
+class TokenBucket:
+    """Lets bytes through at `rate_bytes_per_s`; None means no limit."""
+
+    def __init__(
+        self,
+        rate_bytes_per_s: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        schedule: Schedule = _schedule_on_running_loop,
+    ) -> None:
+        if rate_bytes_per_s is not None and not rate_bytes_per_s > 0:
+            raise UsageError(
+                f"a rate limit must be above zero, not {rate_bytes_per_s}", fix="leave it out for no limit"
+            )
+        self.rate_bytes_per_s = rate_bytes_per_s
+        self._clock = clock
+        self._schedule = schedule
+        self._tokens = 0.0 if rate_bytes_per_s is None else rate_bytes_per_s * BURST_S
+        self._refilled_at = clock()
+        self._queue: list[tuple[Priority, int, Ticket]] = []
+        self._num_tickets = 0
+        self._num_served = 0
+        self._timer: Cancellable | None = None
+
+    def grant_bytes(self, wanted: int) -> int:
+        """How much of `wanted` to ask for at once, so that the bucket can switch between senders often enough."""
+        if self.rate_bytes_per_s is None:
+            return wanted
+        return min(wanted, max(_MIN_GRANT_BYTES, int(self.rate_bytes_per_s * _GRANT_S)))
+
+    def acquire(self, num_bytes: int, priority: Priority, granted: Callable[[], None]) -> Ticket | None:
+        """Take `num_bytes` now and return None, or queue: `granted` is called once they have been taken."""
+        if self.rate_bytes_per_s is None:
+            return None
+        self._drop_cancelled()
+        if not self._queue and self._available() > 0:
+            self._tokens -= num_bytes
+            return None
+        ticket = Ticket(num_bytes, priority, granted)
+        heapq.heappush(self._queue, (priority, self._num_tickets, ticket))
+        self._num_tickets += 1
+        self._set_timer()
+        return ticket
+
+    def raise_priority(self, ticket: Ticket, priority: Priority) -> Ticket:
+        """Move a queued ticket up: something more urgent waits behind it. Returns its new ticket."""
+        ticket.cancel()
+        moved = Ticket(ticket.num_bytes, priority, ticket.granted)
+        heapq.heappush(self._queue, (priority, self._num_tickets, moved))
+        self._num_tickets += 1
+        return moved
+
+    def charge(self, num_bytes: int) -> None:
+        """Count bytes that do not wait: control frames, and everything received."""
+        if self.rate_bytes_per_s is not None:
+            self._available()
+            self._tokens -= num_bytes
+
+    def in_debt(self) -> bool:
+        """More was let through than the rate allows so far."""
+        return self.rate_bytes_per_s is not None and self._available() < 0
+
+    def _available(self) -> float:
+        now = self._clock()
+        rate = self.rate_bytes_per_s or 0.0
+        self._tokens = min(rate * BURST_S, self._tokens + (now - self._refilled_at) * rate)
+        self._refilled_at = now
+        return self._tokens
+
+    def _drop_cancelled(self) -> None:
+        while self._queue and self._queue[0][2].cancelled:
+            heapq.heappop(self._queue)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None or not self._queue or self.rate_bytes_per_s is None:
+            return
+        # Until there is at least one token; a byte more than the debt, so that rounding cannot wake us too early.
+        delay_s = max(0.0, 1.0 - self._available()) / self.rate_bytes_per_s
+        self._timer = self._schedule(delay_s, self._serve)
+
+    def _serve(self) -> None:
+        self._timer = None
+        self._drop_cancelled()
+        while self._queue and self._available() > 0:
+            ticket = self._next_ticket()
+            self._tokens -= ticket.num_bytes
+            ticket.granted()
+            self._drop_cancelled()
+        self._set_timer()
+
+    def _next_ticket(self) -> Ticket:
+        """The most urgent one; in its turn, the least urgent one that waits for longest."""
+        self._num_served += 1
+        if self._num_served % LOW_SHARE:
+            return heapq.heappop(self._queue)[2]
+        lowest = max(priority for priority, _, ticket in self._queue if not ticket.cancelled)
+        index = min(
+            (number, i)
+            for i, (priority, number, ticket) in enumerate(self._queue)
+            if priority is lowest and not ticket.cancelled
+        )[1]
+        ticket = self._queue.pop(index)[2]
+        heapq.heapify(self._queue)
+        return ticket
+
+
+class RateLimiter:
+    """The caps of one daemon. `RateLimiter()` limits nothing."""
+
+    def __init__(
+        self,
+        max_up_bytes_per_s: float | None = None,
+        max_down_bytes_per_s: float | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        schedule: Schedule = _schedule_on_running_loop,
+    ) -> None:
+        self.up = TokenBucket(max_up_bytes_per_s, clock=clock, schedule=schedule)
+        self.down = TokenBucket(max_down_bytes_per_s, clock=clock, schedule=schedule)
+
+
+_RATE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmg]?bit|[kmg]?b|[kmg]i?b)(ps|/s)?", re.IGNORECASE)
+_UNITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+_BINARY_UNITS = {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second of a rate such as "20mbit", "2.5 MB/s" or "512KiB". UsageError if it is none."""
+    match = _RATE.fullmatch(text.strip())
+    if match is None or float(match["number"]) <= 0:
+        raise UsageError(f"{text!r} is not a rate", fix="write it as 20mbit, 2.5MB/s or 512KiB/s")
+    unit = match["unit"].lower()
+    return float(match["number"]) * {**_UNITS, **_BINARY_UNITS}[unit]

@@ -1,0 +1,1 @@
+"""Typed events, metrics, status. Logs are derived from events."""

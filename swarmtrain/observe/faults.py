@@ -1,0 +1,109 @@
+"""Faults on purpose, for tests: at a named point of a daemon's work, the n-th time it is reached, something breaks.
+
+    SWARMTRAIN_FAULTS="after-forward:3:kill,state-chunk:1:corrupt"  swarmtrain join ... --enable-test-faults
+
+Without the flag the variable has no effect. Each fault happens once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from swarmtrain.errors import UsageError
+
+VARIABLE = "SWARMTRAIN_FAULTS"
+
+
+class Point(StrEnum):
+    """Where a fault can happen."""
+
+    BEFORE_FORWARD = "before-forward"
+    AFTER_FORWARD = "after-forward"  # nobody else knows of it yet
+    BEFORE_ANSWER = "before-answer"  # the microbatch is in the sum, the caller has no answer
+    IN_PREPARE = "in-prepare"  # the share is made, nothing was sent
+    BEFORE_APPLY = "before-apply"  # prepared, the decision has arrived
+    AFTER_APPLY = "after-apply"  # applied, the coordinator has no answer
+    STATE_CHUNK = "state-chunk"  # a donor hands out a chunk
+    BEFORE_DECISION = "before-decision"  # the coordinator has heard all stages
+    AFTER_DECISION = "after-decision"  # in the journal, nobody was told
+    AFTER_STEP = "after-step"  # the coordinator has applied a step
+    CHECKPOINT_WRITE = "checkpoint-write"  # some stages are on disk
+
+
+class Action(StrEnum):
+    """What happens there."""
+
+    KILL = "kill"  # SIGKILL
+    STOP = "stop"  # SIGSTOP
+    CORRUPT = "corrupt"  # the bytes that are about to be sent are damaged
+    CUT = "cut"  # all links break
+
+
+@dataclass
+class _Armed:
+    point: Point
+    countdown: int
+    action: Action
+
+
+@dataclass
+class Faults:
+    """The faults that a daemon still has before it. Empty for every daemon that is not under test."""
+
+    armed: list[_Armed] = field(default_factory=list)
+    is_enabled: bool = False  # whether the flag was given
+    cut: Callable[[], None] | None = None  # breaks all links; set by the daemon
+
+    @classmethod
+    def from_environment(cls, *, enabled: bool, environment: Mapping[str, str] = os.environ) -> Faults:
+        """What the variable says, if the flag was given. UsageError for a text that is no list of faults."""
+        text = environment.get(VARIABLE, "")
+        if not enabled or not text:
+            return cls(is_enabled=enabled)
+        return cls([_parse(part.strip()) for part in text.split(",")], is_enabled=True)
+
+    def hit(self, point: Point) -> Action | None:
+        """A point is reached. Kills, stops and cuts happen here; the caller does what else is returned."""
+        due: Action | None = None
+        for fault in [item for item in self.armed if item.point is point]:
+            fault.countdown -= 1
+            if fault.countdown == 0:
+                self.armed.remove(fault)
+                due = fault.action
+        if due is not None:
+            print(f"test fault: {due} at {point}", file=sys.stderr, flush=True)
+        if due is Action.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif due is Action.STOP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif due is Action.CUT and self.cut is not None:
+            self.cut()
+        return due
+
+
+def damaged(payload: bytes | bytearray | memoryview) -> bytes:
+    """The same bytes with one bit flipped in the middle."""
+    copy = bytearray(payload)
+    if copy:
+        copy[len(copy) // 2] ^= 1
+    return bytes(copy)
+
+
+def _parse(text: str) -> _Armed:
+    parts = text.split(":")
+    try:
+        point, nth, action = parts
+        fault = _Armed(Point(point), int(nth), Action(action))
+    except ValueError:
+        raise UsageError(
+            f"{VARIABLE}: {text!r:.80} is not POINT:NTH:ACTION",
+            fix=f"points: {', '.join(Point)}; actions: {', '.join(Action)}",
+        ) from None
+    if fault.countdown < 1:
+        raise UsageError(f"{VARIABLE}: the count in {text!r:.80} begins at 1")
+    return fault

@@ -1,0 +1,139 @@
+"""The compute thread: it alone touches the stage's tensors, in the order of a priority queue.
+
+Step work (prepare, apply) before backward before forward before validation; within one kind the older microbatch
+first. So a stage drains before it fills, and queues stay short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Kind(IntEnum):
+    """What a job is; lower runs first."""
+
+    STEP = 0
+    BACKWARD = 1
+    FORWARD = 2
+    EVALUATE = 3
+
+
+@dataclass(frozen=True)
+class Timed(Generic[T]):
+    """A job's result, how long it waited and how long it ran."""
+
+    value: T
+    queue_s: float
+    run_s: float
+
+
+@dataclass(order=True)
+class _Job:
+    kind: Kind
+    microbatch: int
+    serial: int
+    work: Callable[[], object] = field(compare=False)
+    future: asyncio.Future[Timed[object]] = field(compare=False)
+    submitted: float = field(compare=False)
+
+
+@dataclass
+class ComputeTimes:
+    """Running averages of run times in seconds, and totals, for records and metrics."""
+
+    average_s: dict[Kind, float] = field(default_factory=dict)
+    total_s: dict[Kind, float] = field(default_factory=lambda: dict.fromkeys(Kind, 0.0))
+    count: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    idle_s: float = 0.0
+
+    def add(self, kind: Kind, run_s: float) -> None:
+        """One more job."""
+        known = self.average_s.get(kind)
+        self.average_s[kind] = run_s if known is None else 0.8 * known + 0.2 * run_s
+        self.total_s[kind] += run_s
+        self.count[kind] += 1
+
+
+class ComputeThread:
+    """Runs jobs one after the other; results arrive on the event loop that submitted them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._jobs: list[_Job] = []
+        self._serial = itertools.count()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self.times = ComputeTimes()
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._thread.start()
+
+    async def run(self, kind: Kind, microbatch: int, work: Callable[[], T]) -> Timed[T]:
+        """Run `work` on the thread when its turn comes. Cancelling the caller does not stop a job that has begun."""
+        future: asyncio.Future[Timed[object]] = self._loop.create_future()
+        job = _Job(kind, microbatch, next(self._serial), work, future, time.perf_counter())
+        with self._changed:
+            if self._stopping:
+                raise RuntimeError("the compute thread has stopped")
+            heapq.heappush(self._jobs, job)
+            self._changed.notify()
+        return await future  # type: ignore[return-value]
+
+    def backlog(self) -> int:
+        """Jobs that wait."""
+        return len(self._jobs)
+
+    def backlog_s(self) -> float:
+        """How long a new forward would wait, by the average times."""
+        with self._changed:
+            kinds = [job.kind for job in self._jobs]
+        return sum(self.times.average_s.get(kind, 0.0) for kind in kinds)
+
+    async def stop(self) -> None:
+        """Finish the running job, drop the rest, end the thread."""
+        with self._changed:
+            self._stopping = True
+            dropped, self._jobs = self._jobs, []
+            self._changed.notify()
+        for job in dropped:
+            job.future.cancel()
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        while True:
+            waited_from = time.perf_counter()
+            with self._changed:
+                while not self._jobs and not self._stopping:
+                    self._changed.wait()
+                if self._stopping:
+                    return
+                job = heapq.heappop(self._jobs)
+            began = time.perf_counter()
+            self.times.idle_s += began - waited_from
+            if job.future.cancelled():
+                continue
+            try:
+                value, error = job.work(), None
+            except BaseException as caught:
+                value, error = None, caught
+            run_s = time.perf_counter() - began
+            self.times.add(job.kind, run_s)
+            self._loop.call_soon_threadsafe(_deliver, job, value, error, began - job.submitted, run_s)
+
+
+def _deliver(job: _Job, value: object, error: BaseException | None, queue_s: float, run_s: float) -> None:
+    if job.future.done():
+        return
+    if error is not None:
+        job.future.set_exception(error)
+    else:
+        job.future.set_result(Timed(value, queue_s, run_s))

@@ -1,0 +1,174 @@
+"""What the parts of a serving peer share: who it is, where the run stands, its ledger and its compute thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from swarmtrain.chain.dispatch import Dispatcher
+from swarmtrain.net.errors import Refusal
+from swarmtrain.net.node import Node
+from swarmtrain.observe.faults import Faults
+from swarmtrain.peer.compute import ComputeThread
+from swarmtrain.peer.jobs import StageJobs
+from swarmtrain.peer.ledger import Ledger
+from swarmtrain.run.manifest import Manifest
+from swarmtrain.wire.messages import Code, Hop
+
+CONTACT_S = 10.0  # without a word from the coordinator for so long, a peer's work may not be counted any more
+TERM_WAIT_S = 5.0  # how long a neighbour's message of a new term waits for the coordinator's own word
+
+
+class Authority(Protocol):
+    """Who coordinates the run."""
+
+    async def is_coordinator(self, peer_id: str) -> bool:
+        """Whether the run's key says that this peer coordinates."""
+
+    def ask_for_news(self) -> None:
+        """A term was mentioned that is not known here: ask the coordinator soon."""
+
+
+class PeerState(StrEnum):
+    """The life of a peer: joining -> syncing -> serving -> draining -> gone; paused from and to serving."""
+
+    JOINING = "joining"
+    SYNCING = "syncing"
+    SERVING = "serving"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+# Drawn in docs/protocol.md, and compared with it by a test.
+TRANSITIONS: Mapping[PeerState, frozenset[PeerState]] = {
+    PeerState.JOINING: frozenset({PeerState.SYNCING, PeerState.SERVING, PeerState.DRAINING}),
+    PeerState.SYNCING: frozenset({PeerState.SERVING, PeerState.DRAINING}),
+    PeerState.SERVING: frozenset({PeerState.SYNCING, PeerState.PAUSED, PeerState.DRAINING}),
+    PeerState.PAUSED: frozenset({PeerState.JOINING, PeerState.DRAINING}),
+    PeerState.DRAINING: frozenset({PeerState.GONE}),
+    PeerState.GONE: frozenset(),
+}
+
+
+@dataclass
+class Counters:
+    """What this peer has done; for status and metrics."""
+
+    microbatches: int = 0  # finished, first time
+    from_ledger: int = 0  # answered again from memory
+    joined: int = 0  # requests that joined one under way
+    refused: dict[str, int] = field(default_factory=dict)
+    replayed: int = 0
+    evaluated: int = 0
+
+
+@dataclass
+class PeerContext:
+    """Shared by the handlers; everything here is touched on the event loop only."""
+
+    run_id: str
+    manifest: Manifest
+    stage: int
+    incarnation: str
+    node: Node
+    compute: ComputeThread
+    jobs: StageJobs
+    authority: Authority
+    dispatcher: Dispatcher | None  # None on the last stage
+    max_queue: int
+    max_ledger_bytes: int
+    state: PeerState = PeerState.JOINING
+    term: int = 0
+    contact_at: float = 0.0  # when the coordinator was last heard, in time of the loop
+    is_applying: bool = False  # the step is over, its state is being changed: no more work for it
+    faults: Faults = field(default_factory=Faults)
+    ledger: Ledger = field(default_factory=lambda: Ledger(0))
+    counters: Counters = field(default_factory=Counters)
+    step_changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def become(self, state: PeerState) -> None:
+        """The only way to another state."""
+        assert state is self.state or state in TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+    @property
+    def step(self) -> int:
+        """Steps applied so far, which is the step whose microbatches are being computed."""
+        return self.ledger.step
+
+    @property
+    def hop(self) -> Hop:
+        """This peer as a part of a route."""
+        return Hop(self.stage, self.node.peer_id, self.incarnation)
+
+    def refuse(self, code: Code, text: str = "", retry_after_s: float = 0.0) -> Refusal:
+        """A counted refusal, to be raised."""
+        self.counters.refused[code.value] = self.counters.refused.get(code.value, 0) + 1
+        return Refusal(code, text, retry_after_s)
+
+    async def check_coordinator(self, sender: str, run: str, term: int, stage: int | None = None) -> None:
+        """Refuse what is not from the run's coordinator; its newer term is obeyed from now on."""
+        self._check_run(run, stage)
+        if not await self.authority.is_coordinator(sender):
+            raise self.refuse(Code.NOT_COORDINATOR, f"{sender[-8:]} does not coordinate this run")
+        self._check_term(term)
+        await self.enter_term(term)
+
+    @property
+    def has_contact(self) -> bool:
+        """Whether the coordinator was heard lately. If not, it may have given this peer up."""
+        return asyncio.get_running_loop().time() - self.contact_at < CONTACT_S
+
+    async def check_neighbour(self, run: str, term: int, stage: int) -> None:
+        """Refuse another run or stage, and another term: a newer one counts when the coordinator itself says so."""
+        self._check_run(run, stage)
+        if term > self.term:
+            self.authority.ask_for_news()
+            try:
+                async with asyncio.timeout(TERM_WAIT_S), self.step_changed:
+                    await self.step_changed.wait_for(lambda: self.term >= term)
+            except TimeoutError:
+                raise self.refuse(Code.BEHIND, f"term {term} is not known here", retry_after_s=0.5) from None
+        self._check_term(term)
+
+    async def enter_term(self, term: int) -> None:
+        """The coordinator's word."""
+        self.contact_at = asyncio.get_running_loop().time()
+        if term > self.term:
+            async with self.step_changed:
+                self.term = term
+                self.step_changed.notify_all()
+
+    def _check_run(self, run: str, stage: int | None) -> None:
+        if run != self.run_id:
+            raise self.refuse(Code.WRONG_RUN, f"this peer serves run {self.run_id}")
+        if stage is not None and stage != self.stage:
+            raise self.refuse(Code.WRONG_STAGE, f"this peer serves stage {self.stage}")
+
+    def _check_term(self, term: int) -> None:
+        if term < self.term:
+            raise self.refuse(Code.OLD_TERM, f"term {term} is over; the coordinator's term is {self.term}")
+
+    async def reach_step(self, step: int, *, timeout_s: float) -> None:
+        """Return when `step` is the current one. The next step is waited for a while; others are refused."""
+        if step == self.step + 1 or (step == self.step and self.is_applying):
+            try:
+                async with asyncio.timeout(timeout_s), self.step_changed:
+                    await self.step_changed.wait_for(lambda: self.step >= step and not self.is_applying)
+            except TimeoutError:
+                pass
+        if step > self.step or (step == self.step and self.is_applying):
+            raise self.refuse(Code.BEHIND, f"this peer is at step {self.step}", retry_after_s=0.5)
+        if step < self.step:
+            raise self.refuse(Code.AHEAD, f"this peer is at step {self.step}")
+
+    async def enter_step(self, step: int) -> None:
+        """A new step begins with an empty ledger."""
+        async with self.step_changed:
+            self.ledger = Ledger(step)
+            self.is_applying = False
+            self.step_changed.notify_all()

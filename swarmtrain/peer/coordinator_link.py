@@ -1,0 +1,110 @@
+"""How a peer finds and keeps the run's coordinator: by its record in the directory, signed by the run's key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from swarmtrain.chain.offer import COORDINATOR_TOPIC, checked_offer
+from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.net.directory import Directory, TopicRule
+from swarmtrain.net.errors import NetError
+from swarmtrain.net.host import Host
+from swarmtrain.net.node import Node
+from swarmtrain.run.invite import Invite
+from swarmtrain.run.manifest import Manifest
+from swarmtrain.wire.messages import FetchRun, RunOffer
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 0.3
+DOUBT_S = 1.0  # how often strangers who claim to coordinate may make this peer read the directory
+
+
+class RunUnreachable(SwarmtrainError):
+    """The run's coordinator cannot be found."""
+
+    error_id = "ST-RUN-UNREACHABLE"
+    exit_code = ExitCode.UNREACHABLE
+
+
+def directory_rules(invite: Invite) -> Mapping[str, TopicRule]:
+    """The coordinator's record must be countersigned by the run's key."""
+    return {COORDINATOR_TOPIC: TopicRule(countersigned_by=invite.run_key)}
+
+
+class CoordinatorLink:
+    """Knows who coordinates now."""
+
+    def __init__(self, invite: Invite, host: Host, node: Node, directory: Directory) -> None:
+        self._invite, self._host, self._node, self._directory = invite, host, node, directory
+        self.peer_id: str | None = None
+        self.term = 0
+        self.wants_look = False
+        self.on_doubt: Callable[[], None] = lambda: None
+        self._doubting = asyncio.Lock()
+        self._doubted_at = -DOUBT_S
+
+    async def find(self, *, timeout_s: float) -> str:
+        """The coordinator's peer id; waits for its record. RunUnreachable if there is none in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self.look():
+                    await self._directory_may_change()
+        except TimeoutError:
+            raise RunUnreachable(
+                f"no coordinator of run {self._invite.run_id} within {timeout_s:.0f} s",
+                fix="is the coordinator running, and is this its newest invite?",
+            ) from None
+        assert self.peer_id is not None
+        return self.peer_id
+
+    async def is_coordinator(self, peer_id: str) -> bool:
+        """Whether `peer_id` coordinates; another may have taken over, so the directory is asked now and then."""
+        if peer_id == self.peer_id:
+            return True
+        loop = asyncio.get_running_loop()
+        async with self._doubting:
+            if loop.time() - self._doubted_at >= DOUBT_S:
+                await self.look()
+                self._doubted_at = loop.time()
+        return peer_id == self.peer_id
+
+    def ask_for_news(self) -> None:
+        """Somebody speaks of a newer term."""
+        self.wants_look = True
+        self.on_doubt()
+
+    async def _directory_may_change(self) -> None:
+        """The directory has no notifications: look again after a moment."""
+        await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def look(self) -> bool:
+        """Read the directory once; True if a coordinator is listed. The highest term counts."""
+        try:
+            records = await self._directory.lookup(COORDINATOR_TOPIC)
+        except SwarmtrainError as error:
+            log.debug("cannot read the directory: %s", error)
+            return False
+        found = False
+        for peer_id, record in records.items():
+            value = record.value
+            if not isinstance(value, dict) or not isinstance(value.get("t"), int):
+                continue
+            found = True
+            if value["t"] >= self.term:
+                self.term, self.peer_id = value["t"], peer_id
+                addresses = value.get("a")
+                if isinstance(addresses, list):
+                    self._host.learn([text for text in addresses[:16] if isinstance(text, str)])
+        return found
+
+    async def fetch_run(self, *, timeout_s: float) -> Manifest:
+        """The run's manifest, checked against the invite."""
+        peer_id = await self.find(timeout_s=timeout_s)
+        try:
+            offer = await self._node.call(peer_id, FetchRun(self._invite.run_id), deadline_s=timeout_s, expect=RunOffer)
+        except NetError as error:
+            raise RunUnreachable(f"the coordinator does not answer: {error}", fix="try again in a minute") from error
+        return checked_offer(offer, self._invite)

@@ -1,0 +1,231 @@
+"""What the compute thread does with one stage: decode, compute, add, encode. No network, no asyncio.
+
+The arithmetic is `StageWorker`'s, the same as the reference trainer's; this adds the bytes on both sides and decides
+whether a microbatch's autograd graph is kept until its gradient comes or the stage is computed again from its input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmtrain.chain.state_transfer import StateSource
+from swarmtrain.codec import Aux, Direction, Encoder, Limits, MessageContext, decode, make_encoder, parse_spec
+from swarmtrain.codec.errors import CodecError
+from swarmtrain.errors import DivergedError
+from swarmtrain.model.buffers import as_bytes
+from swarmtrain.model.layout import boundary_width
+from swarmtrain.model.sizes import activation_bytes, id_type
+from swarmtrain.model.state import StageState
+from swarmtrain.model.worker import Gradients, Pass, StageWorker
+from swarmtrain.peer.ledger import Entry, Raw
+from swarmtrain.run.manifest import Manifest
+
+
+class BadTensor(ValueError):
+    """Received bytes that are not the tensor they should be."""
+
+
+class StaleWork(Exception):
+    """The state has changed since this microbatch was taken."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job produced: bytes for the next stage or for the caller, and on the last stage the loss."""
+
+    payload: bytes
+    loss: float = 0.0
+
+
+class StageJobs:
+    """The jobs of one stage. Every method runs on the compute thread."""
+
+    def __init__(self, manifest: Manifest, worker: StageWorker, *, graph_budget_bytes: int) -> None:
+        self.manifest, self.worker = manifest, worker
+        self.plan = worker.state.plan
+        self._id_type = np.dtype(id_type(manifest.model.vocab_size))
+        self._token_shape = (manifest.batch.sequences_per_microbatch, manifest.model.sequence_length + 1)
+        width = boundary_width(manifest)
+        shape = (manifest.batch.sequences_per_microbatch, manifest.model.sequence_length, width)
+        self._limits = Limits(max_elements=shape[0] * shape[1] * shape[2], expected_shape=shape)
+        self._forward_encoder = self._encoder(Direction.FORWARD, self.plan.index)
+        self._backward_encoder = self._encoder(Direction.BACKWARD, self.plan.index - 1)
+        self.max_graphs = max(1, graph_budget_bytes // max(1, activation_bytes(manifest, self.plan)))
+        self._passes: dict[int, Pass] = {}
+        self._masks_in: dict[int, Aux | None] = {}
+        self._masks_out: dict[int, Aux | None] = {}
+        self.num_forwards = 0  # microbatches whose forward was computed, recomputations not counted
+        self.num_recomputed = 0
+        self.generation = 0  # counts changes of the state
+
+    def check_tokens(self, tokens: Raw) -> None:
+        """Raise BadTensor unless these are the token ids of one microbatch. Cheap: for the event loop, too."""
+        rows, columns = self._token_shape
+        if len(tokens) != rows * columns * self._id_type.itemsize:
+            raise BadTensor(f"{len(tokens)} bytes of token ids, a microbatch has {rows} x {columns}")
+        if int(np.frombuffer(tokens, self._id_type).max()) >= self.manifest.model.vocab_size:
+            raise BadTensor("a token id beyond the vocabulary")
+
+    def check_gradient(self, gradient: Raw, step: int, microbatch: int) -> None:
+        """Raise BadTensor unless `gradient` can be the answer to a microbatch. Pure: for the event loop."""
+        context = self._context(Direction.BACKWARD, step, microbatch)
+        self._decode(gradient, context, self._masks_out.get(microbatch))
+
+    def forward(self, entry: Entry, step: int) -> Outcome:
+        """Forward of a microbatch. On the last stage also its backward: the outcome is the gradient for below."""
+        self._check_current(entry)
+        self.num_forwards += 1
+        done = self._pass(entry, step)
+        if self.plan.is_last:
+            loss = float(done.result)
+            if not np.isfinite(loss):
+                raise DivergedError(f"the loss of microbatch ({step}, {entry.microbatch}) is {loss}")
+            return Outcome(self._finish(entry, step, self.worker.backward(done, None)), loss)
+        if len(self._passes) < self.max_graphs:
+            self._passes[entry.microbatch] = done
+        encoded = self._forward_encoder.encode(done.result, self._context(Direction.FORWARD, step, entry.microbatch))
+        self._forward_encoder.commit(encoded.ticket)
+        self._masks_out[entry.microbatch] = encoded.aux
+        entry.output = encoded.payload
+        return Outcome(encoded.payload)
+
+    def backward(self, entry: Entry, step: int, gradient: Raw) -> Outcome:
+        """Backward of a microbatch from the next stage's answer: added to the sum, and encoded for the stage below."""
+        self._check_current(entry)
+        decoded = self._decode_gradient(entry, step, gradient)
+        done = self._passes.pop(entry.microbatch, None)
+        if done is None:
+            self.num_recomputed += 1
+            done = self._pass(entry, step)
+        entry.gradient = gradient
+        return Outcome(self._finish(entry, step, self.worker.backward(done, decoded)))
+
+    def evaluate(self, tokens: Raw, boundary: Raw, step: int, microbatch: int) -> Outcome:
+        """Forward only; touches nothing."""
+        received, _ = self._decode_boundary(boundary, step, microbatch)
+        result = self.worker.evaluate(self._tokens(tokens), received)
+        if self.plan.is_last:
+            return Outcome(b"", float(result))
+        encoded = self._forward_encoder.encode(result, self._context(Direction.FORWARD, step, microbatch))
+        self._forward_encoder.commit(encoded.ticket)
+        return Outcome(encoded.payload)
+
+    def reconciled_share(self, entries: list[Entry], wanted: set[int], step: int) -> Tensor:
+        """Make the sum hold exactly the microbatches `wanted`, and copy it for a reduction.
+
+        Extra microbatches are computed again and taken out, exactly. One job: nothing is added in between.
+        """
+        for entry in entries:
+            if entry.accumulated != (entry.microbatch in wanted):
+                self._add_again(entry, step, sign=-1 if entry.accumulated else 1)
+        return self.worker.sum.total.detach().to("cpu", copy=True)
+
+    def finish(self, reduced: Tensor) -> tuple[float, str]:
+        """(squared norm, digest) of a reduced sum, which is made ready for `apply` in place."""
+        digest = hashlib.sha256(as_bytes(reduced)).hexdigest()
+        return self.worker.finish(reduced), digest
+
+    def apply(self, reduced: Tensor, scale: float, learning_rate: float) -> str:
+        """One optimizer step; returns the digest of the new state."""
+        self.worker.apply(reduced, scale, learning_rate)
+        self._clear()
+        for encoder in (self._forward_encoder, self._backward_encoder):
+            encoder.on_step(self.worker.state.step)
+        return self.worker.state.digest()
+
+    def copy_state(self) -> StateSource:
+        """A copy of the state on the CPU, to hand out."""
+        state = self.worker.state
+        copies = [buffer.detach().to("cpu", copy=True) for buffer in state.buffers]
+        return StateSource(state.layout, state.step, state.basis_epoch, copies)
+
+    def load_state(self, source: StateSource) -> None:
+        """Replace the state; whatever was computed with the old one is dropped."""
+        self.worker.state.load_buffers(source.buffers, step=source.step, basis_epoch=source.basis_epoch)
+        self.drop_work()
+
+    def first_state(self) -> StateSource:
+        """The state before the first step, which follows from the seed alone."""
+        state = self.worker.state
+        fresh = StageState(self.manifest, self.plan.index)
+        return StateSource(state.layout, 0, 0, [buffer.detach() for buffer in fresh.buffers])
+
+    def drop_work(self) -> None:
+        """Nothing of the current step counts any more: not in the sum, not in kept graphs."""
+        self.worker.sum.clear()
+        self._clear()
+
+    def state_digest(self) -> str:
+        """The digest of the current state."""
+        return self.worker.state.digest()
+
+    def forget(self, microbatch: int) -> None:
+        """Drop what is kept for a microbatch that came to nothing."""
+        for memory in (self._passes, self._masks_in, self._masks_out):
+            memory.pop(microbatch, None)
+
+    def _check_current(self, entry: Entry) -> None:
+        if entry.generation != self.generation:
+            raise StaleWork("the step of this microbatch is over")
+
+    def _clear(self) -> None:
+        self.generation += 1
+        for memory in (self._passes, self._masks_in, self._masks_out):
+            memory.clear()
+
+    def _pass(self, entry: Entry, step: int) -> Pass:
+        boundary, mask = self._decode_boundary(entry.boundary, step, entry.microbatch)
+        self._masks_in[entry.microbatch] = mask
+        return self.worker.forward(self._tokens(entry.tokens), boundary)
+
+    def _finish(self, entry: Entry, step: int, gradients: Gradients) -> bytes:
+        payload = b""
+        if gradients.boundary is not None:
+            context = self._context(Direction.BACKWARD, step, entry.microbatch)
+            encoded = self._backward_encoder.encode(gradients.boundary, context, self._masks_in.get(entry.microbatch))
+            self._backward_encoder.commit(encoded.ticket)
+            payload = encoded.payload
+        self.worker.accumulate(gradients)
+        entry.accumulated = True
+        return payload
+
+    def _add_again(self, entry: Entry, step: int, *, sign: int) -> None:
+        done = self._pass(entry, step)
+        gradient = None if self.plan.is_last else self._decode_gradient(entry, step, entry.gradient)
+        self.worker.accumulate(self.worker.backward(done, gradient), sign=sign)
+        entry.accumulated = sign > 0
+
+    def _decode_boundary(self, raw: Raw, step: int, microbatch: int) -> tuple[Tensor | None, Aux | None]:
+        if self.plan.is_first:
+            return None, None
+        return self._decode(raw, self._context(Direction.FORWARD, step, microbatch), None)
+
+    def _decode_gradient(self, entry: Entry, step: int, raw: Raw) -> Tensor:
+        context = self._context(Direction.BACKWARD, step, entry.microbatch)
+        return self._decode(raw, context, self._masks_out.get(entry.microbatch))[0]
+
+    def _decode(self, raw: Raw, context: MessageContext, aux: Aux | None) -> tuple[Tensor, Aux | None]:
+        try:
+            decoded = decode(raw, context, aux, limits=self._limits)
+        except CodecError as error:
+            raise BadTensor(str(error)) from error
+        if not bool(torch.isfinite(decoded.tensor).all()):
+            raise BadTensor("a tensor with numbers that are not finite")
+        return decoded.tensor.to(self.worker.state.device, self.worker.state.dtype), decoded.aux
+
+    def _tokens(self, raw: Raw) -> Tensor:
+        array = np.frombuffer(raw, self._id_type).astype(np.int64).reshape(self._token_shape)
+        return torch.from_numpy(array).to(self.worker.state.device)  # (s, n + 1)
+
+    def _encoder(self, direction: Direction, boundary: int) -> Encoder:
+        text = self.manifest.wire.forward if direction is Direction.FORWARD else self.manifest.wire.backward
+        return make_encoder(parse_spec(text), boundary=max(0, boundary), direction=direction)
+
+    def _context(self, direction: Direction, step: int, microbatch: int) -> MessageContext:
+        boundary = self.plan.index if direction is Direction.FORWARD else self.plan.index - 1
+        return MessageContext(max(0, boundary), direction, step=step, microbatch=microbatch)

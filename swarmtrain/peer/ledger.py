@@ -1,0 +1,79 @@
+"""What a peer has computed in the current step, by microbatch: the memory from which lost work is replayed.
+
+An entry keeps the bytes exactly as they travelled. `accumulated` is true exactly while the microbatch's gradient is in
+the stage's sum. Everything is kept until the step is applied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from swarmtrain.wire.messages import Done, Hop
+
+Raw = bytes | bytearray | memoryview
+
+
+@dataclass
+class Entry:
+    """One microbatch of the current step on this stage."""
+
+    microbatch: int
+    tokens: Raw
+    boundary: Raw  # input, as received; empty on stage 0
+    output: Raw = b""  # as sent to the next stage; empty on the last
+    gradient: Raw = b""  # as received from the next stage; empty on the last
+    generation: int = 0  # of the stage's state; work of an older one does not count any more
+    answer: Done | None = None
+    accumulated: bool = False
+    task: asyncio.Task[Done] | None = None
+    hops: dict[int, Hop] = field(default_factory=dict)  # who took it further down, as far as known
+
+    @property
+    def num_bytes(self) -> int:
+        """What the entry holds in memory."""
+        held = len(self.tokens) + len(self.boundary) + len(self.output) + len(self.gradient)
+        return held + (len(self.answer.gradient) if self.answer is not None else 0)
+
+
+class Ledger:
+    """The entries of one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._entries: dict[int, Entry] = {}
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, microbatch: int) -> Entry | None:
+        """The entry of a microbatch that this peer has taken."""
+        return self._entries.get(microbatch)
+
+    def open(self, microbatch: int, tokens: Raw, boundary: Raw) -> Entry:
+        """Take a microbatch. It must not be there yet."""
+        assert microbatch not in self._entries
+        entry = self._entries[microbatch] = Entry(microbatch, tokens, boundary)
+        return entry
+
+    def drop(self, entry: Entry) -> None:
+        """Forget a microbatch that came to nothing. What is in the sum cannot be forgotten."""
+        assert not entry.accumulated
+        if self._entries.get(entry.microbatch) is entry:
+            del self._entries[entry.microbatch]
+
+    def finished(self) -> set[int]:
+        """Microbatches whose answer is known."""
+        return {entry.microbatch for entry in self if entry.answer is not None}
+
+    def accumulated(self) -> set[int]:
+        """Microbatches in the stage's sum."""
+        return {entry.microbatch for entry in self if entry.accumulated}
+
+    def num_bytes(self) -> int:
+        """What all entries hold."""
+        return sum(entry.num_bytes for entry in self)

@@ -1,0 +1,242 @@
+"""The heart of the peer: one microbatch on one stage.
+
+    receive, compute forward, choose and call the next stage, compute backward, answer
+
+Rules (docs/protocol.md): same id, same answer; whoever calls, replays; a lost caller does not cancel the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+
+from swarmtrain.codec.errors import NonFiniteTensor
+from swarmtrain.errors import DivergedError
+from swarmtrain.net.errors import Refusal
+from swarmtrain.net.exchange import Exchange
+from swarmtrain.observe.faults import Action, Point, damaged
+from swarmtrain.peer.compute import Kind
+from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.peer.jobs import BadTensor, StaleWork
+from swarmtrain.peer.ledger import Entry
+from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Replay, Work
+
+log = logging.getLogger(__name__)
+
+STEP_WAIT_S = 15.0  # how long work of the next step waits for this step's apply
+_MIN_CALL_S = 5.0
+
+
+@dataclass
+class _Clock:
+    """Where the time of one microbatch went on this stage."""
+
+    queue_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+
+class Microbatches:
+    """Answers `Work` and `Replay`."""
+
+    def __init__(self, context: PeerContext) -> None:
+        self._context = context
+        self._listeners: dict[int, set[Exchange]] = {}
+
+    async def work(self, work: Work, exchange: Exchange) -> Done:
+        """Have a microbatch done. Asked again for a finished one, answers from the ledger."""
+        context = self._context
+        await self._admit(work, exchange)
+        if work.evaluate:
+            return await self._evaluate(work, exchange)
+        entry = context.ledger.get(work.microbatch)
+        if entry is not None and entry.answer is not None:
+            context.counters.from_ledger += 1
+            return entry.answer
+        if entry is None:
+            self._check_room()
+            entry = context.ledger.open(work.microbatch, bytes(work.tokens), bytes(work.boundary))
+            entry.hops = {hop.stage: hop for hop in work.hints}
+            entry.generation = context.jobs.generation
+            deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
+            entry.task = asyncio.create_task(self._serve(entry, work, deadline_s), name=f"microbatch {work.microbatch}")
+        else:
+            context.counters.joined += 1
+        assert entry.task is not None
+        listeners = self._listeners.setdefault(work.microbatch, set())
+        listeners.add(exchange)
+        try:
+            return await asyncio.shield(entry.task)
+        finally:
+            listeners.discard(exchange)
+
+    async def replay(self, replay: Replay, exchange: Exchange) -> Done:
+        """Give a finished microbatch to the next stage once more, with the same bytes: somebody there lost it."""
+        context = self._context
+        await context.check_coordinator(exchange.peer_id, replay.run, replay.term)
+        await context.reach_step(replay.step, timeout_s=STEP_WAIT_S)
+        entry = context.ledger.get(replay.microbatch)
+        if entry is None or entry.answer is None or context.dispatcher is None:
+            raise context.refuse(Code.UNKNOWN, f"({replay.step}, {replay.microbatch}) is not finished here")
+        context.counters.replayed += 1
+        work = Work(
+            run=replay.run,
+            term=replay.term,
+            stage=context.stage + 1,
+            step=replay.step,
+            microbatch=replay.microbatch,
+            basis_epoch=context.jobs.worker.state.basis_epoch,
+            evaluate=False,
+            hints=replay.hints,
+            tokens=entry.tokens,
+            boundary=entry.output,
+        )
+        deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
+        below = await context.dispatcher.call(work, deadline_s=deadline_s, check=partial(self._check_answer, work))
+        return Done(below.loss, (context.hop, *below.route), 0.0, 0.0, 0.0, b"")
+
+    async def _serve(self, entry: Entry, work: Work, deadline_s: float) -> Done:
+        """The way of one microbatch through this stage. Not cancelled by a lost caller."""
+        context, clock = self._context, _Clock()
+        ledger = context.ledger
+        try:
+            context.faults.hit(Point.BEFORE_FORWARD)
+            timed = await context.compute.run(
+                Kind.FORWARD, work.microbatch, lambda: context.jobs.forward(entry, work.step)
+            )
+            context.faults.hit(Point.AFTER_FORWARD)
+            clock.queue_s, clock.forward_s = timed.queue_s, timed.run_s
+            if context.dispatcher is None:
+                answer = self._answer(clock, timed.value.payload, timed.value.loss, ())
+            else:
+                below = await self._call_below(entry, work, timed.value.payload, deadline_s)
+                back = await context.compute.run(
+                    Kind.BACKWARD, work.microbatch, lambda: context.jobs.backward(entry, work.step, below.gradient)
+                )
+                clock.queue_s += back.queue_s
+                clock.backward_s = back.run_s
+                answer = self._answer(clock, back.value.payload, below.loss, below.route)
+        except BaseException as error:
+            if not entry.accumulated:
+                ledger.drop(entry)
+                context.jobs.forget(entry.microbatch)
+            raise self._as_refusal(error) from error
+        entry.answer = answer
+        entry.task = None
+        context.counters.microbatches += 1
+        if context.faults.hit(Point.BEFORE_ANSWER) is Action.CORRUPT:
+            return replace(answer, gradient=damaged(answer.gradient))
+        return answer
+
+    async def _call_below(self, entry: Entry, work: Work, payload: bytes, deadline_s: float) -> Done:
+        context = self._context
+        assert context.dispatcher is not None
+        request = Work(
+            run=work.run,
+            term=context.term,
+            stage=context.stage + 1,
+            step=work.step,
+            microbatch=work.microbatch,
+            basis_epoch=work.basis_epoch,
+            evaluate=work.evaluate,
+            hints=tuple(entry.hops.values()),
+            tokens=entry.tokens,
+            boundary=payload,
+        )
+        self._tell(entry, ())
+
+        def progress(item: Progress) -> None:
+            self._tell(entry, item.hops)
+
+        return await context.dispatcher.call(
+            request, deadline_s=deadline_s, on_progress=progress, check=partial(self._check_answer, request)
+        )
+
+    async def _evaluate(self, work: Work, exchange: Exchange) -> Done:
+        """A validation microbatch: forward only, touches no ledger."""
+        context = self._context
+        self._check_room()
+        try:
+            timed = await context.compute.run(
+                Kind.EVALUATE,
+                work.microbatch,
+                lambda: context.jobs.evaluate(work.tokens, work.boundary, work.step, work.microbatch),
+            )
+            context.counters.evaluated += 1
+            if context.dispatcher is None:
+                return Done(timed.value.loss, (context.hop,), timed.queue_s, timed.run_s, 0.0, b"")
+            entry = Entry(work.microbatch, work.tokens, work.boundary)
+            exchange.progress(Progress(Phase.FORWARDED, (context.hop,), timed.queue_s, timed.run_s))
+            deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
+            below = await self._call_below(entry, work, timed.value.payload, deadline_s)
+        except BaseException as error:
+            raise self._as_refusal(error) from error
+        return Done(below.loss, (context.hop, *below.route), timed.queue_s, timed.run_s, 0.0, b"")
+
+    async def _admit(self, work: Work, exchange: Exchange) -> None:
+        context = self._context
+        if work.stage == 0:
+            await context.check_coordinator(exchange.peer_id, work.run, work.term, work.stage)
+        else:
+            await context.check_neighbour(work.run, work.term, work.stage)
+        await context.reach_step(work.step, timeout_s=STEP_WAIT_S)
+        if not context.has_contact:  # its answers would lead through a peer that is not counted
+            raise context.refuse(Code.NOT_SERVING, "this peer does not hear the coordinator", retry_after_s=1.0)
+        is_known = not work.evaluate and context.ledger.get(work.microbatch) is not None
+        if context.state is not PeerState.SERVING and not is_known:
+            raise context.refuse(Code.NOT_SERVING, f"this peer is {context.state}")
+        if work.basis_epoch != context.jobs.worker.state.basis_epoch:
+            raise context.refuse(Code.STALE_BASIS, f"the basis epoch here is {context.jobs.worker.state.basis_epoch}")
+        num_microbatches = context.manifest.batch.microbatches_per_step
+        if not work.evaluate and work.microbatch >= num_microbatches:
+            raise context.refuse(Code.BAD_TENSOR, f"a step has {num_microbatches} microbatches")
+        try:
+            context.jobs.check_tokens(work.tokens)
+        except BadTensor as error:
+            raise context.refuse(Code.BAD_TENSOR, str(error)) from error
+
+    def _check_room(self) -> None:
+        context = self._context
+        waiting = context.compute.backlog()
+        if waiting >= context.max_queue or context.ledger.num_bytes() > context.max_ledger_bytes:
+            retry_after_s = 0.05 + 0.5 * context.compute.backlog_s()
+            raise context.refuse(Code.BUSY, f"{waiting} jobs wait", retry_after_s)
+
+    def _check_answer(self, work: Work, done: Done) -> None:
+        """Raise ValueError for an answer that cannot be right: then another peer is asked."""
+        if [hop.stage for hop in done.route] != list(range(work.stage, self._context.manifest.stages.count)):
+            raise ValueError("an answer whose route does not lead through all stages")
+        if not work.evaluate:
+            self._context.jobs.check_gradient(done.gradient, work.step, work.microbatch)
+
+    def _tell(self, entry: Entry, hops: tuple[Hop, ...]) -> None:
+        """Progress flows upstream, so that callers know who has the microbatch when this peer dies."""
+        context = self._context
+        for hop in hops:
+            entry.hops[hop.stage] = hop
+        item = Progress(Phase.FORWARDED, (context.hop, *entry.hops.values()), 0.0, 0.0)
+        for exchange in self._listeners.get(entry.microbatch, ()):
+            exchange.progress(item)
+
+    def _answer(self, clock: _Clock, payload: bytes, loss: float, route: tuple[Hop, ...]) -> Done:
+        return Done(
+            loss=loss,
+            route=(self._context.hop, *route),
+            queue_s=clock.queue_s,
+            forward_s=clock.forward_s,
+            backward_s=clock.backward_s,
+            gradient=payload,
+        )
+
+    def _as_refusal(self, error: BaseException) -> BaseException:
+        if isinstance(error, BadTensor):
+            return self._context.refuse(Code.BAD_TENSOR, str(error))
+        if isinstance(error, StaleWork):
+            return self._context.refuse(Code.AHEAD, str(error))
+        if isinstance(error, DivergedError | NonFiniteTensor):
+            return self._context.refuse(Code.DIVERGED, str(error))
+        if isinstance(error, Refusal):
+            return Refusal(error.code, error.text, error.retry_after_s)
+        return error

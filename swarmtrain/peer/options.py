@@ -1,0 +1,91 @@
+"""How a volunteer's daemon is set up, and whether the hardware fits. Plain data and arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+
+from swarmtrain.errors import HardwareError
+from swarmtrain.model.layout import plan_stages
+from swarmtrain.model.sizes import activation_bytes, stage_memory
+from swarmtrain.observe.faults import Faults
+from swarmtrain.run.invite import Invite
+from swarmtrain.run.manifest import Manifest
+
+_SHARE_BYTES_PER_PARAMETER = 12  # a reduction's copy of the sum (fp64) and its result (fp32)
+_PROCESS_BYTES = 400 << 20  # interpreter, torch and the network daemon
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """What `swarmtrain join` was told."""
+
+    invite: Invite
+    stage: int
+    state_dir: Path
+    device: str = "cpu"
+    threads: int = 1
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()
+    behind_nat: bool = False
+    serve_as_relay: bool = False
+    max_memory_bytes: int = 0  # 0: what the machine has free
+    max_up_bytes_per_s: float = 0.0  # 0: no cap
+    max_down_bytes_per_s: float = 0.0
+    name: str = ""
+    max_queue: int = 64
+    drain_s: float = 60.0
+    find_s: float = 60.0
+    faults: Faults = field(default_factory=Faults)
+
+
+def choose_device(gpu: int | None) -> str:
+    """The torch device for `--gpu N`, or the CPU; HardwareError says what was found instead."""
+    if gpu is None:
+        return "cpu"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpu >= count:
+        names = [torch.cuda.get_device_name(i) for i in range(count)]
+        found = f"found {count}: {', '.join(names)}" if count else f"found none (torch {torch.__version__})"
+        raise HardwareError(f"there is no GPU {gpu} here; {found}", fix="choose another --gpu, or --cpu")
+    return f"cuda:{gpu}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Memory that a stage needs here, and what is left for kept graphs."""
+
+    needed_bytes: int
+    available_bytes: int
+    graph_budget_bytes: int
+
+
+def check_fit(manifest: Manifest, options: PeerOptions) -> Fit:
+    """Refuse a stage that does not fit the device's memory (or `--max-memory`)."""
+    if not 0 <= options.stage < manifest.stages.count:
+        raise HardwareError(
+            f"there is no stage {options.stage}: the run has stages 0 to {manifest.stages.count - 1}",
+            fix="choose another --stage",
+        )
+    plan = plan_stages(manifest)[options.stage]
+    activations = activation_bytes(manifest, plan)
+    fixed = stage_memory(manifest, plan) + plan.num_parameters * _SHARE_BYTES_PER_PARAMETER + _PROCESS_BYTES
+    available = options.max_memory_bytes or _free_bytes(options.device)
+    needed = fixed + 2 * activations
+    if needed > available:
+        raise HardwareError(
+            f"stage {options.stage} needs about {needed / 1e9:.1f} GB, there are {available / 1e9:.1f} GB",
+            fix="choose a smaller stage, free memory, or raise --max-memory",
+        )
+    return Fit(needed, available, max(activations, (available - fixed) // 4))
+
+
+def _free_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return int(psutil.virtual_memory().available)

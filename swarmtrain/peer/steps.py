@@ -1,0 +1,285 @@
+"""The two-phase step at a peer: prepare (reconcile the ledger, reduce inside the stage), then apply.
+
+A serving peer must have prepared what it is told to apply. A listener (a newcomer that is still fetching the state)
+receives the reduced gradients and the decisions of the steps since its snapshot, and applies them in order as soon as
+the snapshot is there: training never waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmtrain.chain.state_transfer import StateSource
+from swarmtrain.net.exchange import Exchange
+from swarmtrain.observe.faults import Point
+from swarmtrain.peer.compute import Kind
+from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.peer.ledger import Ledger
+from swarmtrain.reduce.reduction import Reduction, ReductionFailed
+from swarmtrain.wire.messages import (
+    Applied,
+    Apply,
+    Code,
+    Part,
+    Prepare,
+    Prepared,
+    ReducedPart,
+    RosterEntry,
+    Unprepared,
+)
+
+log = logging.getLogger(__name__)
+
+STEP_WAIT_S = 15.0
+PART_WAIT_S = 10.0  # how long a share waits for this peer's own prepare
+REDUCE_S = 60.0
+MAX_BUFFERED_STEPS = 64  # reduced gradients that a listener keeps, if its memory allows; then it needs a newer state
+MAX_SNAPSHOTS = 2  # one for newcomers, one for a checkpoint
+SNAPSHOT_LIFE_S = 30.0  # a copy of the state that nobody has fetched from for so long is dropped
+_STEP_JOB = -1  # step work has no microbatch
+_NO_ATTEMPT = (-1, -1, -1)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A reduced sum waiting for its apply."""
+
+    reduced: Tensor
+    digest: str
+
+
+class Steps:
+    """Answers `Prepare`, `Part` and `Apply`."""
+
+    def __init__(self, context: PeerContext) -> None:
+        self._context = context
+        self._attempt = _NO_ATTEMPT  # term, step, attempt
+        self._task: asyncio.Task[Prepared | Unprepared] | None = None
+        self._reduction: Reduction | None = None
+        self._reduction_changed = asyncio.Condition()
+        self._ready: dict[int, Ready] = {}
+        self._decisions: dict[int, Apply] = {}  # a listener's, not yet applied
+        self._applying = asyncio.Lock()
+        self.last_applied: Applied | None = None
+        self._snapshots: dict[int, StateSource] = {}  # by step
+        self._fetched_at: dict[int, float] = {}
+        gradient_bytes = 4 * context.jobs.worker.state.gradient_size
+        self._max_buffered = max(2, min(MAX_BUFFERED_STEPS, context.max_ledger_bytes // gradient_bytes))
+
+    async def prepare(self, prepare: Prepare, exchange: Exchange) -> Prepared | Unprepared:
+        """Reduce the stage's gradient with the others of the roster. The same attempt asked again joins the first."""
+        context = self._context
+        await context.check_coordinator(exchange.peer_id, prepare.run, prepare.term, prepare.stage)
+        self._check_roster(prepare)
+        if context.state is not PeerState.SYNCING:
+            await context.reach_step(prepare.step, timeout_s=STEP_WAIT_S)
+        wanted = (prepare.term, prepare.step, prepare.attempt)
+        if wanted < self._attempt:
+            raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up")
+        if wanted > self._attempt or self._task is None:
+            await self._give_up()
+            self._attempt = wanted
+            self._task = asyncio.create_task(self._prepare(prepare), name=f"prepare step {prepare.step}")
+        task = self._task
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up") from None
+            raise
+
+    async def part(self, part: Part, exchange: Exchange) -> ReducedPart:
+        """Another peer's share of a piece that this peer owns."""
+        context = self._context
+        await context.check_neighbour(part.run, part.term, part.stage)
+        wanted = (part.term, part.step, part.attempt)
+        try:
+            async with asyncio.timeout(PART_WAIT_S), self._reduction_changed:
+                await self._reduction_changed.wait_for(lambda: self._reduction is not None and self._key() >= wanted)
+        except TimeoutError:
+            raise context.refuse(Code.UNKNOWN, "this peer was not asked to prepare this attempt") from None
+        if self._reduction is None or self._key() != wanted:
+            raise context.refuse(Code.AHEAD, f"attempt {part.attempt} was given up")
+        return await self._reduction.take(part, exchange.peer_id)
+
+    async def apply(self, apply: Apply, exchange: Exchange) -> Applied:
+        """Apply the prepared sum and open the next step. Asked again, gives the same answer."""
+        context = self._context
+        await context.check_coordinator(exchange.peer_id, apply.run, apply.term)
+        if context.state is PeerState.SYNCING:
+            return await self._note_decision(apply)
+        async with self._applying:
+            if context.step == apply.step + 1 and self.last_applied is not None:
+                return self.last_applied
+            if context.step != apply.step:
+                code = Code.BEHIND if context.step < apply.step else Code.AHEAD
+                raise context.refuse(code, f"this peer is at step {context.step}")
+            ready = self._ready.get(apply.step)
+            if ready is None or ready.digest != apply.digest:
+                raise context.refuse(Code.UNPREPARED, f"no prepared sum of step {apply.step} with this digest")
+            context.faults.hit(Point.BEFORE_APPLY)
+            return await self._apply(apply, ready)
+
+    async def snapshot_of(self, step: int) -> StateSource | None:
+        """A copy of the state of `step`: a kept one, or a new one while that is the current step."""
+        async with self._applying:
+            if step not in self._snapshots:
+                if self.last_applied is None or self._context.step != step:
+                    return None
+                await self._keep_snapshot()
+            self._fetched_at[step] = asyncio.get_running_loop().time()
+            return self._snapshots[step]
+
+    async def _keep_snapshot(self) -> None:
+        copied = await self._context.compute.run(Kind.STEP, _STEP_JOB, self._context.jobs.copy_state)
+        self._snapshots[copied.value.step] = copied.value
+        self._fetched_at[copied.value.step] = asyncio.get_running_loop().time()
+        for old in sorted(self._snapshots)[:-MAX_SNAPSHOTS]:
+            self._drop_snapshot(old)
+
+    def _drop_snapshot(self, step: int) -> None:
+        del self._snapshots[step], self._fetched_at[step]
+
+    def _drop_unused_snapshots(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for step in [step for step, at in self._fetched_at.items() if now - at > SNAPSHOT_LIFE_S]:
+            self._drop_snapshot(step)
+
+    async def load(self, source: StateSource) -> None:
+        """A fetched state replaces this peer's; the decisions heard since then follow it."""
+        context = self._context
+        async with self._applying:
+            self._ready = {step: item for step, item in self._ready.items() if step >= source.step}
+            self._decisions = {step: item for step, item in self._decisions.items() if step >= source.step}
+            await context.compute.run(Kind.STEP, _STEP_JOB, lambda: context.jobs.load_state(source))
+            digest = (await context.compute.run(Kind.STEP, _STEP_JOB, context.jobs.state_digest)).value
+            self.last_applied = Applied(source.step, digest)
+            await context.enter_step(source.step)
+        await self.catch_up()
+
+    async def catch_up(self) -> None:
+        """Apply the decisions that a listener has heard, as far as they follow each other."""
+        context = self._context
+        async with self._applying:
+            while (apply := self._decisions.pop(context.step, None)) is not None:
+                await self._apply(apply, self._ready[apply.step])
+
+    async def forget(self) -> None:
+        """Another state is coming: what was computed, prepared or decided before does not count."""
+        context = self._context
+        await self._give_up()
+        async with self._applying:
+            self._ready.clear()
+            self._decisions.clear()
+            self._attempt = _NO_ATTEMPT
+            await context.compute.run(Kind.STEP, _STEP_JOB, context.jobs.drop_work)
+            await context.enter_step(context.step)
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        await self._give_up()
+
+    async def _note_decision(self, apply: Apply) -> Applied:
+        """A listener hears a decision; it follows as soon as the state before it is there."""
+        context = self._context
+        ready = self._ready.get(apply.step)
+        if ready is None or ready.digest != apply.digest:
+            raise context.refuse(Code.UNPREPARED, f"the reduction of step {apply.step} was not heard here")
+        self._decisions[apply.step] = apply
+        if context.step == apply.step and self.last_applied is not None:
+            await self.catch_up()
+        return self.last_applied or Applied(0, "")
+
+    async def _apply(self, apply: Apply, ready: Ready) -> Applied:
+        context = self._context
+        context.is_applying = True  # what arrives from now on belongs to the next step
+        try:
+            timed = await context.compute.run(
+                Kind.STEP, _STEP_JOB, lambda: context.jobs.apply(ready.reduced, apply.scale, apply.learning_rate)
+            )
+            if apply.snapshot:
+                await self._keep_snapshot()
+            self.last_applied = Applied(apply.step + 1, timed.value)
+            self._ready = {step: item for step, item in self._ready.items() if step > apply.step}
+            self._drop_unused_snapshots()
+            await context.enter_step(apply.step + 1)
+        finally:
+            context.is_applying = False
+        context.faults.hit(Point.AFTER_APPLY)
+        return self.last_applied
+
+    async def _prepare(self, prepare: Prepare) -> Prepared | Unprepared:
+        context = self._context
+        mine = self._my_entry(prepare)
+        if mine is None:
+            return Unprepared(b"", (), "the roster does not name this incarnation of the peer")
+        if context.state is PeerState.SYNCING and len(self._ready) >= self._max_buffered:
+            return Unprepared(b"", (), "too many steps behind to keep more of them")
+        wanted = set(np.frombuffer(mine.microbatches, dtype="<u4").tolist())
+        share = None
+        if wanted:
+            ledger = context.ledger
+            missing = sorted(wanted - ledger.finished())
+            if missing:
+                return Unprepared(np.array(missing, dtype="<u4").tobytes(), (), "not in this peer's ledger")
+            share = await self._share(ledger, wanted, prepare.step)
+        context.faults.hit(Point.IN_PREPARE)
+        reduction = Reduction(context.node, prepare, share)
+        async with self._reduction_changed:
+            self._reduction = reduction
+            self._reduction_changed.notify_all()
+        reduced = torch.empty(context.jobs.worker.state.gradient_size, dtype=torch.float32)
+        try:
+            await reduction.run(reduced, deadline_s=REDUCE_S)
+        except ReductionFailed as error:
+            log.info("reduction of step %d failed: %s", prepare.step, error)
+            return Unprepared(b"", error.suspects, str(error)[:1000])
+        finished = await context.compute.run(Kind.STEP, _STEP_JOB, lambda: context.jobs.finish(reduced))
+        squared_norm, digest = finished.value
+        self._ready[prepare.step] = Ready(reduced, digest)
+        return Prepared(squared_norm, digest)
+
+    async def _share(self, ledger: Ledger, wanted: set[int], step: int) -> Tensor:
+        context = self._context
+        entries = list(ledger)
+        timed = await context.compute.run(
+            Kind.STEP, _STEP_JOB, lambda: context.jobs.reconciled_share(entries, wanted, step)
+        )
+        return timed.value
+
+    async def _give_up(self) -> None:
+        if self._reduction is not None:
+            self._reduction.close()
+            self._reduction = None
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._task = None
+
+    def _key(self) -> tuple[int, int, int]:
+        assert self._reduction is not None
+        prepare = self._reduction.prepare
+        return (prepare.term, prepare.step, prepare.attempt)
+
+    def _check_roster(self, prepare: Prepare) -> None:
+        """Refuse a roster whose parts do not add up, before anything is allocated for it."""
+        context = self._context
+        if sum(entry.owned for entry in prepare.roster) != context.jobs.worker.state.gradient_size:
+            raise context.refuse(Code.BAD_ROSTER, "the owned parts do not make up this stage's gradient")
+        if any(len(entry.microbatches) % 4 for entry in prepare.roster):
+            raise context.refuse(Code.BAD_ROSTER, "a list of microbatches that is cut off")
+        if len({entry.peer_id for entry in prepare.roster}) != len(prepare.roster):
+            raise context.refuse(Code.BAD_ROSTER, "a peer is named twice")
+
+    def _my_entry(self, prepare: Prepare) -> RosterEntry | None:
+        context = self._context
+        for entry in prepare.roster:
+            if entry.peer_id == context.node.peer_id and entry.incarnation == context.incarnation:
+                return entry
+        return None

@@ -1,0 +1,146 @@
+"""How a peer gets its stage's state: from the seed, from other peers, or from a checkpoint; and how it hands it out.
+
+A newcomer hears the reductions of its stage while it downloads, so that it can follow on its own afterwards. Whatever
+goes wrong on the way, it ends up by starting over as a new incarnation: the coordinator then offers a newer state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import replace
+
+from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
+from swarmtrain.net.errors import Refusal
+from swarmtrain.net.exchange import Exchange
+from swarmtrain.observe.events import DonorDropped, Events, SyncProgress
+from swarmtrain.observe.faults import Action, Point, damaged
+from swarmtrain.peer.compute import Kind
+from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.peer.steps import Steps
+from swarmtrain.wire.messages import ChunkDigests, Code, Enrolled, FetchDigests, FetchState, StateChunk
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3  # of one download, before another state is asked for
+STUCK_S = 45.0  # a newcomer that has a state and does not get further for so long starts over
+
+
+class Syncing:
+    """Fetches the state of one stage, and gives it to others."""
+
+    def __init__(self, context: PeerContext, steps: Steps, events: Events) -> None:
+        self._context, self._steps, self._events = context, steps, events
+        self._task: asyncio.Task[bool] | None = None
+        self._download: Download | None = None
+        self._num_failures = 0
+        self._advanced_at = 0.0
+        self._last_step = -1
+        self.num_started_over = 0
+
+    async def begin(self) -> None:
+        """serving or joining -> syncing: nothing of the current step counts any more."""
+        self._context.become(PeerState.SYNCING)
+        self._num_failures = 0
+        self._advanced_at = asyncio.get_running_loop().time()
+        await self._steps.forget()
+
+    async def close(self) -> None:
+        """Stop fetching."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def order(self, order: Enrolled) -> asyncio.Task[bool] | None:
+        """Fetch the state that the coordinator named; one at a time, another one replaces it.
+
+        Returns the new download, or None if it is under way already. Its result says whether the state was loaded.
+        """
+        if self._task is not None and not self._task.done():
+            if self._download is None or self._download.is_of(order.sync_step, order.sync_digest):
+                return None
+            await self.close()
+        if order.sync_step == 0 and not order.donors:
+            self._task = asyncio.create_task(self._load_first(), name="first state")
+        else:
+            self._task = asyncio.create_task(self._fetch(order), name=f"fetch the state of step {order.sync_step}")
+        return self._task
+
+    def check_stuck(self, run_step: int) -> None:
+        """Start over if the run goes on and this newcomer does not follow."""
+        context, now = self._context, asyncio.get_running_loop().time()
+        is_fetching = self._task is not None and not self._task.done()
+        if context.step != self._last_step or is_fetching or run_step <= context.step:
+            self._last_step, self._advanced_at = context.step, now
+        elif context.state is PeerState.SYNCING and now - self._advanced_at > STUCK_S:
+            log.warning("no progress at step %d while the run is at %d: starting over", context.step, run_step)
+            self._start_over()
+
+    def _start_over(self) -> None:
+        context = self._context
+        context.incarnation = secrets.token_hex(8)
+        self._download, self._num_failures = None, 0
+        self._advanced_at = asyncio.get_running_loop().time()
+        self.num_started_over += 1
+
+    async def _load_first(self) -> bool:
+        context = self._context
+        self._download = None
+        first = await context.compute.run(Kind.STEP, -1, context.jobs.first_state)
+        await self._steps.load(first.value)
+        return True
+
+    async def _fetch(self, order: Enrolled) -> bool:
+        context, step = self._context, order.sync_step
+        layout = context.jobs.worker.state.layout
+        if self._download is None or not self._download.is_of(step, order.sync_digest):
+            self._download = Download(context.node, context.run_id, layout, step, order.sync_digest)
+            self._num_failures = 0
+        download, shown = self._download, -1
+
+        def progress(share: float) -> None:
+            nonlocal shown
+            if int(10 * share) > shown:
+                shown = int(10 * share)
+                self._events.emit(SyncProgress(step, int(100 * share)))
+
+        def drop(donor: str, reason: str) -> None:
+            self._events.emit(DonorDropped(donor, step, reason))
+
+        try:
+            await download.run(order.donors, on_progress=progress, on_dropped=drop)
+        except SyncFailed as error:
+            log.warning("fetching the state of step %d failed: %s", step, error)
+            self._num_failures += 1
+            if self._num_failures >= MAX_FAILURES:
+                self._start_over()
+            return False
+        self._download = None
+        await self._steps.load(StateSource(layout, step, download.basis_epoch, download.buffers))
+        return True
+
+    async def fetch_state(self, fetch: FetchState, exchange: Exchange) -> StateChunk:
+        """Answer `FetchState`."""
+        chunk = (await self._source(fetch.run, fetch.stage, fetch.step)).chunk(fetch.chunk)
+        if chunk is None:
+            raise Refusal(Code.UNKNOWN, f"there is no chunk {fetch.chunk}")
+        if self._context.faults.hit(Point.STATE_CHUNK) is Action.CORRUPT:
+            return replace(chunk, values=damaged(chunk.values))
+        return chunk
+
+    async def fetch_digests(self, fetch: FetchDigests, exchange: Exchange) -> ChunkDigests:
+        """Answer `FetchDigests`."""
+        source = await self._source(fetch.run, fetch.stage, fetch.step)
+        return await asyncio.to_thread(source.digests)
+
+    async def _source(self, run: str, stage: int, step: int) -> StateSource:
+        """The state of `step`: a copy that was kept, or one made now if that is the current step."""
+        context = self._context
+        if run != context.run_id or stage != context.stage:
+            raise context.refuse(Code.WRONG_STAGE, f"this peer serves stage {context.stage}")
+        snapshot = await self._steps.snapshot_of(step)
+        if snapshot is None:
+            raise context.refuse(Code.UNKNOWN, f"no copy of the state of step {step} here")
+        return snapshot

@@ -1,0 +1,1 @@
+"""In-stage reduction: who owns which slice, sum, share."""

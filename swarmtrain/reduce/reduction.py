@@ -1,0 +1,166 @@
+"""One attempt to add up a stage's gradient among its peers.
+
+Every piece of the flat gradient has one owner. Everybody sends the owner its share; when all shares are in, the owner
+adds them in roster order, rounds the sum to fp32 once, and answers everybody, itself included, with the same bytes. So
+all replicas leave with the same bits. There is no matchmaking: the roster is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from swarmtrain.model.exact import SUM_LIMIT
+from swarmtrain.net.errors import CallRefused, NetError, Refusal
+from swarmtrain.net.node import Node
+from swarmtrain.reduce.partition import Piece, cut
+from swarmtrain.wire.messages import Code, Part, Prepare, ReducedPart
+
+Share = npt.NDArray[Any]
+IN_FLIGHT = 4  # pieces on the way to one owner at once, in a small group
+_GROUP_IN_FLIGHT = 16  # shares that one owner has to hold at once, as far as one piece of everybody allows
+
+
+class ReductionFailed(Exception):
+    """This attempt cannot finish; `suspects` did not deliver."""
+
+    def __init__(self, reason: str, suspects: Sequence[str]) -> None:
+        super().__init__(reason)
+        self.suspects = tuple(suspects)
+
+
+@dataclass
+class _OwnedPiece:
+    """A piece that this peer adds up: the shares so far, and the answer for everybody."""
+
+    piece: Piece
+    shares: dict[int, Share]
+    result: asyncio.Future[bytes]
+
+
+class Reduction:
+    """One (step, attempt) of one stage, at one peer."""
+
+    def __init__(self, node: Node, prepare: Prepare, share: Tensor | None) -> None:
+        """`share` is this peer's gradient sum; None if it has no work in this step."""
+        self._node, self.prepare = node, prepare
+        self.peers = [entry.peer_id for entry in prepare.roster]
+        self.contributors = [i for i, entry in enumerate(prepare.roster) if entry.microbatches]
+        self.position = self.peers.index(node.peer_id)
+        self.pieces = cut([entry.owned for entry in prepare.roster])
+        self._share = share.numpy() if share is not None else None
+        loop = asyncio.get_running_loop()
+        self._owned = {
+            piece.index: _OwnedPiece(piece, {}, loop.create_future())
+            for piece in self.pieces
+            if piece.owner == self.position
+        }
+
+    async def run(self, out: Tensor, *, deadline_s: float) -> None:
+        """Fill `out` (flat fp32) with the reduced sum, or raise ReductionFailed."""
+        # A window per owner: all peers send an owner its pieces in the same order, so the first piece that it still
+        # waits for is always on its way from everybody. A window over all owners would let peers wait in a circle.
+        window = max(1, min(IN_FLIGHT, _GROUP_IN_FLIGHT // len(self.peers)))
+        rooms = [asyncio.Semaphore(window) for _ in self.peers]
+        try:
+            async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as tasks:
+                for piece in self._rotated():
+                    tasks.create_task(self._reduce(piece, out, rooms[piece.owner]))
+        except TimeoutError:
+            raise ReductionFailed(f"not finished within {deadline_s:.0f} s", self.missing_peers()) from None
+        except ExceptionGroup as group:
+            raise _first(group) from group
+
+    def close(self) -> None:
+        """Give up: whoever waits for a piece of this peer is told so."""
+        for owned in self._owned.values():
+            if not owned.result.done():
+                owned.result.cancel()
+
+    def missing_peers(self) -> list[str]:
+        """Contributors whose share of a piece of this peer has not come."""
+        late: set[int] = set()
+        for owned in self._owned.values():
+            if not owned.result.done():
+                late |= set(self.contributors) - owned.shares.keys()
+        return [self.peers[i] for i in sorted(late)]
+
+    async def take(self, part: Part, sender: str) -> ReducedPart:
+        """Another peer's share of a piece that this peer owns; answers when the piece is complete."""
+        owned = self._owned.get(part.piece)
+        if owned is None or sender not in self.peers:
+            raise Refusal(Code.UNKNOWN, f"piece {part.piece} of attempt {part.attempt} is not this peer's")
+        if len(part.values):
+            self._add_share(owned, self.peers.index(sender), part.values)
+        try:
+            return ReducedPart(await asyncio.shield(owned.result))
+        except asyncio.CancelledError:
+            if owned.result.cancelled():
+                raise Refusal(Code.UNKNOWN, "this attempt was given up") from None
+            raise
+
+    def _rotated(self) -> list[Piece]:
+        """Pieces in an order of this peer's own, so that not everybody calls the same owner first."""
+        mine = [piece for piece in self.pieces if piece.owner >= self.position]
+        return mine + [piece for piece in self.pieces if piece.owner < self.position]
+
+    async def _reduce(self, piece: Piece, out: Tensor, room: asyncio.Semaphore) -> None:
+        if piece.owner == self.position:
+            owned = self._owned[piece.index]
+            if self._share is not None:
+                self._keep(owned, self.position, self._share[piece.start : piece.stop])
+            raw: bytes | bytearray | memoryview = await asyncio.shield(owned.result)
+        else:
+            async with room:
+                raw = await self._send(piece)
+        if len(raw) != 4 * (piece.stop - piece.start):
+            raise ReductionFailed("a reduced piece has the wrong size", [self.peers[piece.owner]])
+        out.numpy()[piece.start : piece.stop] = np.frombuffer(raw, dtype="<f4")
+
+    async def _send(self, piece: Piece) -> bytes | bytearray | memoryview:
+        owner, prepare = self.peers[piece.owner], self.prepare
+        values: bytes | memoryview = b""
+        if self._share is not None:
+            values = self._share[piece.start : piece.stop].view(np.uint8).data
+        part = Part(prepare.run, prepare.term, prepare.stage, prepare.step, prepare.attempt, piece.index, values)
+        try:
+            return (await self._node.call(owner, part, deadline_s=600.0, expect=ReducedPart)).values
+        except CallRefused as error:
+            raise ReductionFailed(f"{owner[-8:]}: {error}", []) from error
+        except NetError as error:
+            raise ReductionFailed(f"{owner[-8:]}: {error}", [owner]) from error
+
+    def _add_share(self, owned: _OwnedPiece, sender: int, values: bytes | bytearray | memoryview) -> None:
+        size = owned.piece.stop - owned.piece.start
+        if sender not in self.contributors or len(values) not in (8 * size, 4 * size):
+            raise Refusal(Code.BAD_TENSOR, "a share of the wrong size, or of a peer without work in this step")
+        share: Share = np.frombuffer(values, dtype=np.float64 if len(values) == 8 * size else np.float32)
+        if not math.isfinite(float(share.sum())):  # one pass: a single NaN or infinity makes the sum one
+            raise Refusal(Code.BAD_TENSOR, "a share that is not finite")
+        self._keep(owned, sender, share)
+
+    def _keep(self, owned: _OwnedPiece, sender: int, share: Share) -> None:
+        owned.shares.setdefault(sender, share)
+        if len(owned.shares) == len(self.contributors) and not owned.result.done():
+            total = np.zeros(owned.piece.stop - owned.piece.start, dtype=share.dtype)
+            for position in self.contributors:
+                total += owned.shares[position]
+            if total.dtype == np.float64 and total.size and max(-total.min(), total.max()) > SUM_LIMIT:
+                total[:] = np.nan  # no longer exact: the step's norm will say that training diverged
+            owned.result.set_result(total.astype("<f4").tobytes())
+            owned.shares = dict.fromkeys(owned.shares, share[:0])
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    for error in group.exceptions:
+        if isinstance(error, ExceptionGroup):
+            return _first(error)
+        return error
+    return ReductionFailed("nothing is known", [])

@@ -1,0 +1,210 @@
+"""The reference trainer: a manifest trained in one process, without a network.
+
+It runs the stages in sequence and really encodes and decodes every boundary tensor, so it is the swarm's arithmetic
+without the swarm: the oracle of every correctness test. Read `ReferenceTrainer.step` first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from swarmtrain import checkpoint as checkpoints
+from swarmtrain.boundary import Boundary, codec_pair, received
+from swarmtrain.codec import Aux, Direction
+from swarmtrain.data.sampler import Sampler
+from swarmtrain.data.source import TokenSource, open_source
+from swarmtrain.errors import DivergedError, ManifestError
+from swarmtrain.model.layout import EMBEDDING
+from swarmtrain.model.state import StageState
+from swarmtrain.model.worker import Pass, StageWorker
+from swarmtrain.run.manifest import Manifest
+from swarmtrain.run.schedule import gradient_scale, learning_rate, mean_loss
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one applied step looked like. `step` counts applied steps from 1."""
+
+    step: int
+    loss: float
+    tokens: int
+    tokens_per_s: float
+    grad_norm: float
+    lr: float
+    val_loss: float | None = None
+    checkpoint: str | None = None
+
+
+class ReferenceTrainer:
+    """Trains `manifest` on this process. With `out`, checkpoints go to OUT/checkpoints and training resumes there."""
+
+    def __init__(self, manifest: Manifest, *, out: Path | None = None, device: torch.device | str = "cpu") -> None:
+        self.manifest, self.out = manifest, out
+        self.codecs = codec_pair(manifest)
+        self.boundaries = [Boundary(self.codecs, index) for index in range(manifest.stages.count - 1)]
+        self.source = open_run_source(manifest)
+        self.sampler = make_sampler(manifest, self.source)
+        self.workers = [StageWorker(StageState(manifest, i, device=device)) for i in range(manifest.stages.count)]
+        self.resumed_from = self._resume()
+
+    @property
+    def steps_done(self) -> int:
+        """Applied steps."""
+        return self.workers[0].state.step
+
+    def run(self) -> Iterator[StepReport]:
+        """Train to the last step; yields after every step, when its checkpoint is on disk."""
+        every, last = self.manifest.checkpoint.every, self.manifest.schedule.steps
+        while self.steps_done < last:
+            started = time.perf_counter()
+            loss, norm, rate = self.step()
+            elapsed = time.perf_counter() - started
+            done = self.steps_done
+            validate = self.manifest.validation.every and done % self.manifest.validation.every == 0
+            save = self.out is not None and (done == last or (every and done % every == 0))
+            yield StepReport(
+                step=done,
+                loss=loss,
+                tokens=done * self.manifest.tokens_per_step,
+                tokens_per_s=self.manifest.tokens_per_step / elapsed,
+                grad_norm=norm,
+                lr=rate,
+                val_loss=self.validate() if validate or done == last else None,
+                checkpoint=str(self.save()) if save else None,
+            )
+
+    def step(self) -> tuple[float, float, float]:
+        """One optimizer step: (mean loss, gradient norm, learning rate)."""
+        t = self.steps_done
+        self._begin_step(t)
+        losses = [self._microbatch(t, i) for i in range(self.manifest.batch.microbatches_per_step)]
+        self._share_tied_embedding()
+        is_tied = self.manifest.model.tie_embeddings
+        reduced = [worker.reduced_sum() for worker in self.workers]
+        squares = [
+            worker.finish(reduced[index], count_embedding=not is_tied or index == 0)
+            for index, worker in enumerate(self.workers)
+        ]
+        norm, scale = gradient_scale(self.manifest, squares)
+        if not norm < float("inf"):
+            raise DivergedError(f"the gradient norm of step {t} is {norm}", fix="lower optimizer.learning_rate")
+        rate = learning_rate(self.manifest, t)
+        for worker, gradient in zip(self.workers, reduced, strict=True):
+            worker.apply(gradient, scale, rate)
+        self._track()
+        return mean_loss(losses), norm, rate
+
+    def validate(self) -> float | None:
+        """Mean loss over the validation microbatches, through the codecs; None if the corpus has no validation part."""
+        count = min(self.manifest.validation.microbatches, self.sampler.num_validation_microbatches)
+        if count == 0:
+            return None
+        return mean_loss([self._evaluate(self._tokens(self.sampler.validation(i))) for i in range(count)])
+
+    def save(self) -> Path:
+        """Write a checkpoint of the current state."""
+        assert self.out is not None
+        states = [worker.state for worker in self.workers]
+        return checkpoints.save_states(self.out / "checkpoints", states, keep=self.manifest.checkpoint.keep)
+
+    def _begin_step(self, t: int) -> None:
+        """Codecs forget everything where a checkpoint lies: a run that resumes there knows no more."""
+        every = self.manifest.checkpoint.every
+        for boundary in self.boundaries:
+            boundary.begin_step(t)
+            if every and t % every == 0:
+                boundary.forget("a checkpoint")
+
+    def _microbatch(self, t: int, i: int) -> float:
+        """The way of one microbatch: forward through all stages, backward through all stages."""
+        tokens, samples = self._tokens(self.sampler.microbatch(t, i)), self.sampler.samples(t, i)
+        boundary: Tensor | None = None
+        passes: list[Pass] = []
+        masks: list[Aux | None] = []
+        for index, worker in enumerate(self.workers):
+            done = worker.forward(tokens, boundary)
+            passes.append(done)
+            if index < len(self.boundaries):
+                boundary, mask = self.boundaries[index].cross(done.result, Direction.FORWARD, t, i, None, samples)
+                masks.append(mask)
+        loss = float(passes[-1].result)
+        gradient: Tensor | None = None
+        for index in reversed(range(len(self.workers))):
+            gradients = self.workers[index].backward(passes.pop(), gradient)
+            self.workers[index].accumulate(gradients)
+            if index > 0:
+                assert gradients.boundary is not None
+                gradient, _ = self.boundaries[index - 1].cross(
+                    gradients.boundary, Direction.BACKWARD, t, i, masks[index - 1], samples
+                )
+        return loss
+
+    def _evaluate(self, tokens: Tensor) -> float:
+        boundary: Tensor | None = None
+        for index, worker in enumerate(self.workers):
+            boundary = worker.evaluate(tokens, boundary)
+            if index < len(self.boundaries):
+                boundary = received(boundary, self.codecs.forward, index)
+        assert boundary is not None
+        return float(boundary)
+
+    def _share_tied_embedding(self) -> None:
+        """Tied embeddings: both ends of the pipeline get the sum of both gradients, so the copies stay equal."""
+        first, last = self.workers[0], self.workers[-1]
+        if not self.manifest.model.tie_embeddings or first is last:
+            return
+        spans = [next(s.span for s in worker.state.slots if s.spec.name == EMBEDDING) for worker in (first, last)]
+        total = first.sum.total[spans[0]] + last.sum.total[spans[1]]
+        first.sum.total[spans[0]] = total
+        last.sum.total[spans[1]] = total
+
+    def _track(self) -> None:
+        """Subspace tracking: the last stage says where U goes, all stages follow."""
+        every = self.manifest.boundary.track_every
+        if every and self.steps_done % every == 0:
+            basis = self.workers[-1].proposed_basis()
+            for worker in self.workers:
+                worker.move_basis(basis)
+
+    def _resume(self) -> Path | None:
+        if self.out is None:
+            return None
+        checkpoints.clear_partial(self.out / "checkpoints")
+        newest = checkpoints.latest(self.out)
+        if newest is None:
+            return None
+        newest.check_run(self.manifest)
+        for worker in self.workers:
+            newest.restore(worker.state)
+        return newest.path
+
+    def _tokens(self, array: object) -> Tensor:
+        return torch.as_tensor(array, dtype=torch.int64, device=self.workers[0].state.device)
+
+
+def open_run_source(manifest: Manifest) -> TokenSource:
+    """The run's token source; its vocabulary must fit the model's."""
+    source = open_source(manifest.data.source, validation_fraction=manifest.data.validation_fraction)
+    if source.vocab_size > manifest.model.vocab_size:
+        raise ManifestError(
+            "model.vocab_size",
+            f"is {manifest.model.vocab_size}, but the tokens of {manifest.data.source} go up to {source.vocab_size}",
+        )
+    return source
+
+
+def make_sampler(manifest: Manifest, source: TokenSource) -> Sampler:
+    """The run's sampler."""
+    return Sampler(
+        source,
+        seed=manifest.run.seed,
+        sequence_length=manifest.model.sequence_length,
+        sequences_per_microbatch=manifest.batch.sequences_per_microbatch,
+        microbatches_per_step=manifest.batch.microbatches_per_step,
+    )

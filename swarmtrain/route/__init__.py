@@ -1,0 +1,1 @@
+"""Which peer next, which stage needs help. Pure functions."""

@@ -1,0 +1,165 @@
+"""Choosing the next peer by predicted finish time (ours).
+
+A virtual clock per peer advances by the service time of what it was given: as the clocks keep pace with one another,
+shares become proportional to speed. Of two candidates the one with the smaller clock + prediction is taken.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Set as AbstractSet
+
+from swarmtrain.route.estimate import PeerEstimate, moved
+from swarmtrain.route.policies import Candidate, RouterOptions
+from swarmtrain.route.table import PeerTable
+from swarmtrain.route.views import Offer
+
+BEST_LINK_FORGETTING = 0.005  # per measurement
+MAX_DRAWS = 8
+
+
+class FinishTimePolicy:
+    """Better of two candidates by predicted finish, both drawn in proportion to service rate.
+
+    Drawing by rate bounds the herd: however many senders share one stale view, no peer is expected to get more than
+    twice its fair share of their picks. (Drawing among the few that look best sends everybody to those few.)
+    """
+
+    def __init__(self, table: PeerTable, rng: random.Random, options: RouterOptions) -> None:
+        self._table = table
+        self._rng = rng
+        self._options = options
+        self._prior_goodput = options.my_up_bytes_per_s or options.default_goodput
+        self._virtual_time = 0.0
+        self._usual_prediction_s = 0.0
+        self._max_speedup = 1.0  # the most by which a peer was lately faster than it announces
+        self._best_goodput = 0.0  # of all links measured lately; 0: none yet
+
+    def choose(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> Candidate | None:
+        """The better of `num_candidates` draws."""
+        best: Candidate | None = None
+        best_score = 0.0
+        for _ in range(self._options.num_candidates):
+            position = self._draw(num_bytes, now, exclude)
+            if position is None:
+                return None
+            if best is not None and position == best.position:
+                continue
+            candidate = self.candidate(position, num_bytes, now)
+            known = self.estimate(self._table.snapshot.offers[position].peer_id)
+            score = candidate.predicted_s + self._clamped_lead(known, candidate.service_s)
+            if best is None or score < best_score:
+                best, best_score = candidate, score
+        return best
+
+    def explore(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> Candidate | None:
+        """Any peer with equal probability, unless it has had its share already: a very slow one must not be flooded."""
+        offers = self._table.snapshot.offers
+        if not offers or self._rng.random() >= self._options.exploration:
+            return None
+        position = self._rng.randrange(len(offers))
+        offer = offers[position]
+        known = self._table.estimates.get(offer.peer_id)
+        if not self._table.is_usable(offer, now, exclude) or (known and known.clock > self._virtual_time):
+            return None
+        return self.candidate(position, num_bytes, now)
+
+    def candidate(self, position: int, num_bytes: float, now: float) -> Candidate:
+        """Predicted finish: own backlog on the link + transfer + half a round trip + its queue + its forward."""
+        offer = self._table.snapshot.offers[position]
+        # A newcomer's clock starts when it is first looked at: however slow it seems, its turn comes.
+        known = self.estimate(offer.peer_id)
+        wire_s = (known.backlog_bytes + num_bytes) / self._goodput(offer, known)
+        half_rtt_s = 0.5 * (known.rtt_s or self._options.default_rtt_s)
+        predicted_s = wire_s + half_rtt_s + known.queue_now_s(offer, now) + known.forward_now_s(offer) + known.stall_s
+        return Candidate(position, predicted_s, self._service_s(offer, known, num_bytes))
+
+    def charge(self, candidate: Candidate) -> None:
+        """Virtual time is the mean of all clocks, weighted by rate: one pick advances it by that peer's share of it."""
+        snapshot = self._table.snapshot
+        known = self.estimate(snapshot.offers[candidate.position].peer_id)
+        # A clock far behind (long banned, long queue) must not cause a burst, one far ahead must not starve its peer.
+        lead = self._clamped_lead(known, candidate.service_s) + candidate.service_s
+        known.clock = self._virtual_time + lead
+        self._usual_prediction_s = moved(self._usual_prediction_s, candidate.predicted_s, 0.1)
+        self._virtual_time += lead * min(1.0, 1.0 / (candidate.service_s * snapshot.total_rate))
+
+    def estimate(self, peer_id: str) -> PeerEstimate:
+        """A newcomer's clock starts at the virtual time."""
+        known = self._table.estimates.get(peer_id)
+        if known is None:
+            known = self._table.estimates[peer_id] = PeerEstimate(clock=self._virtual_time)
+        return known
+
+    def back_off_s(self, strikes: int) -> float:
+        """Doubled with every ban since the last success."""
+        return min(self._options.first_back_off_s * 2.0 ** min(strikes, 16), self._options.max_back_off_s)
+
+    def timed_out(self, known: PeerEstimate, elapsed_s: float) -> bool:
+        """The time already spent is a lower bound of what this peer takes; the second in a row bans it."""
+        known.stall_s = max(known.stall_s, elapsed_s)
+        known.timeouts_in_a_row += 1
+        return known.timeouts_in_a_row >= 2
+
+    def link_measured(self, known: PeerEstimate) -> None:
+        """Keep track of the best link; it is forgotten slowly, since the own uplink may have become slower for all."""
+        self._best_goodput = max(known.goodput, self._best_goodput * (1.0 - BEST_LINK_FORGETTING))
+
+    def _goodput(self, offer: Offer, known: PeerEstimate | None) -> float:
+        """Measured, else the prior: the slower of my uplink and its downlink, much less when relayed."""
+        if known is not None and known.goodput:
+            return known.goodput
+        prior = min(self._prior_goodput, offer.down_rate)
+        return prior * self._options.relay_factor if offer.relayed else prior
+
+    def _clamped_lead(self, known: PeerEstimate, service_s: float) -> float:
+        """How far the peer's clock is ahead of virtual time.
+
+        In equilibrium clock + prediction is the same for all, so clocks lie as far apart as predictions do: the bound
+        must be wider than that, or it would shift shares.
+        """
+        lead = known.clock - self._virtual_time
+        bound = self._options.max_clock_lead * (service_s + self._usual_prediction_s)
+        return bound if lead > bound else -bound if lead < -bound else lead
+
+    def _service_s(self, offer: Offer, known: PeerEstimate | None, num_bytes: float) -> float:
+        """Seconds that one microbatch of mine occupies this peer or the path to it.
+
+        What all links have in common is the own uplink, which says nothing about the peer: only the time above that of
+        the best link counts. A round trip occupies nobody and is not charged at all.
+        """
+        goodput = self._goodput(offer, known)
+        path_s = num_bytes / goodput - num_bytes / (self._best_goodput or goodput)
+        if known is None:
+            return max(offer.announced_s, path_s)
+        measured_s = known.compute_now_s(offer)
+        # The announced time may be a link's and not the processor's; then a fast processor does not lower it.
+        if offer.link_bound and offer.announced_s > measured_s:
+            measured_s = offer.announced_s
+        return max(measured_s, path_s, known.stall_s)
+
+    def _draw(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> int | None:
+        """One usable position, with a probability proportional to its service rate for this sender.
+
+        Drawn by the announced rates and accepted by how the own estimate compares with the announcement, which needs no
+        pass over all peers; after some misses one pass is made, with the same distribution.
+        """
+        snapshot, table, rng = self._table.snapshot, self._table, self._rng
+        offers = snapshot.offers
+        if not offers:
+            return None
+        for _ in range(MAX_DRAWS):
+            position = min(bisect_right(snapshot.cumulative_rate, rng.random() * snapshot.total_rate), len(offers) - 1)
+            offer = offers[position]
+            if not table.is_usable(offer, now, exclude):
+                continue
+            speedup = offer.announced_s / self._service_s(offer, table.estimates.get(offer.peer_id), num_bytes)
+            self._max_speedup = max(speedup, 1.0 + 0.999 * (self._max_speedup - 1.0))
+            if self._max_speedup * rng.random() <= speedup:
+                return position
+        usable = table.usable_positions(now, exclude)
+        if not usable:
+            return None
+        weights = [1.0 / self._service_s(offers[i], table.estimates.get(offers[i].peer_id), num_bytes) for i in usable]
+        return rng.choices(usable, weights)[0]

@@ -1,0 +1,1 @@
+"""What a run is: manifest, presets, invite, schedules. Pure data, no torch."""

@@ -1,0 +1,87 @@
+"""What peers know of one another: records that are refreshed now and then, and that outlive a machine that vanished."""
+
+from __future__ import annotations
+
+from swarmtrain.route.rebalance import Member, stage_capacities
+from swarmtrain.route.views import PeerView, StageSnapshot
+from swarmtrain.sim.peer import SimPeer
+from swarmtrain.sim.scenario import Scenario
+
+
+class Directory:
+    """Snapshots of all stages as of the last refresh. Everybody reads the same (stale) one."""
+
+    def __init__(self, scenario: Scenario, peers: list[SimPeer]) -> None:
+        self._scenario = scenario
+        self._peers = peers
+        self._views: dict[int, PeerView] = {}
+        self.snapshots: list[StageSnapshot] = [StageSnapshot(()) for _ in range(scenario.num_stages)]
+        self.members: list[Member] = []
+        self.capacities = [0.0] * scenario.num_stages
+
+    def refresh(self, now: float) -> None:
+        """All live machines renew their records; those of vanished ones stay until they expire."""
+        by_stage: list[list[PeerView]] = [[] for _ in range(self._scenario.num_stages)]
+        self.members = []
+        for peer in self._peers:
+            if peer.state != "gone":
+                peer.record_until = now + self._scenario.record_life_s
+                self._views[peer.number] = self._view(peer)
+                self.members.append(self._member(peer))
+            elif peer.record_until <= now:
+                self._views.pop(peer.number, None)
+                continue
+            view = self._views[peer.number]
+            by_stage[view.stage].append(view)
+        for stage, views in enumerate(by_stage):
+            bytes_in, bytes_out = stage_bytes(self._scenario, stage)
+            self.snapshots[stage] = StageSnapshot(views, bytes_in=bytes_in, bytes_out=bytes_out)
+        self.capacities = stage_capacities(self.members, self._scenario.costs)
+
+    def announce_arrival(self, peer: SimPeer) -> None:
+        """A newcomer's first record is read by the next newcomer at once; routes follow with the next refresh."""
+        rate = min(peer.speed / self._scenario.costs[peer.stage], link_rate(self._scenario, peer))
+        self.capacities[peer.stage] += rate
+
+    def _view(self, peer: SimPeer) -> PeerView:
+        cost = self._scenario.costs[peer.stage]
+        service_ms = 1000.0 * cost / peer.speed
+        return PeerView(
+            peer_id=peer.peer_id,
+            stage=peer.stage,
+            state=peer.state,
+            forward_ms=service_ms / 3.0,
+            backward_ms=service_ms * 2.0 / 3.0,
+            queue_ms=1000.0 * peer.queue_s(cost),
+            up_bytes_per_s=peer.up_rate,
+            down_bytes_per_s=peer.down_rate,
+            relayed=peer.relayed,
+            expires_at=peer.record_until,
+        )
+
+    def _member(self, peer: SimPeer) -> Member:
+        """A peer that is about to move is listed where it is going: nobody is to follow it."""
+        moving = peer.target >= 0
+        return Member(
+            peer_id=peer.peer_id,
+            stage=peer.target if moving else peer.stage,
+            speed=peer.speed,
+            link_rate=link_rate(self._scenario, peer),
+            state="syncing" if moving else peer.state,
+            pinned=peer.spec.stage is not None,
+            since=peer.serving_since,
+            last_download_s=self._scenario.download_s if peer.serving_since > 0.0 else 0.0,
+            queue_length=len(peer.jobs),
+        )
+
+
+def stage_bytes(scenario: Scenario, stage: int) -> tuple[float, float]:
+    """(received, sent) per microbatch by a peer of this stage: one boundary tensor per neighbour and direction."""
+    num_neighbours = (stage > 0) + (stage < scenario.num_stages - 1)
+    return num_neighbours * scenario.boundary_bytes, num_neighbours * scenario.boundary_bytes
+
+
+def link_rate(scenario: Scenario, peer: SimPeer) -> float:
+    """Microbatches per second that the machine's links can carry in an inner stage."""
+    num_bytes = 2.0 * scenario.boundary_bytes
+    return min(peer.up_rate, peer.down_rate) / num_bytes if num_bytes else float("inf")

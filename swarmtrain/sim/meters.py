@@ -1,0 +1,75 @@
+"""What is counted: finished microbatches over time, what every machine's time went into, bytes, events by name."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+
+from swarmtrain.sim.peer import Job, Microbatch, SimPeer
+
+# What a live machine's second is spent on. All but the first two are idle time, by cause.
+CAUSES = ("useful", "wasted", "wire", "no work", "barrier", "draining", "syncing")
+
+
+class Meters:
+    """Counts only what happens after the warm-up; times are clipped to that."""
+
+    def __init__(self, warmup_s: float, bin_s: float) -> None:
+        self.warmup_s = warmup_s
+        self.bin_s = bin_s
+        self.seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+        self.events: Counter[str] = Counter()
+        self.finished_in_bin: Counter[int] = Counter()
+        self.num_finished = 0
+        self.delay_sum_s = 0.0
+        self.queue_sum_s = 0.0
+        self.bytes_sent = 0.0
+        self.trace_digest = 0
+        self._barrier_since: float | None = None
+        self._barrier_total_s = 0.0
+
+    def count(self, name: str, now: float) -> None:
+        """One event of this name."""
+        if now >= self.warmup_s:
+            self.events[name] += 1
+
+    def finished(self, microbatch: Microbatch, now: float) -> None:
+        """A microbatch came back to its owner. Its route and time enter the digest of the trace."""
+        route = ",".join("" if peer is None else peer.peer_id for peer in microbatch.route)
+        self.trace_digest = zlib.crc32(f"{now!r} {microbatch.number} {route}".encode(), self.trace_digest)
+        self.finished_in_bin[int(now / self.bin_s)] += 1
+        if now >= self.warmup_s:
+            self.num_finished += 1
+            self.delay_sum_s += now - microbatch.started_at
+            self.queue_sum_s += microbatch.queue_s
+
+    def sent(self, num_bytes: float, now: float) -> None:
+        """Bytes put on the wire."""
+        if now >= self.warmup_s:
+            self.bytes_sent += num_bytes
+
+    def spent(self, cause: str, start: float, end: float) -> None:
+        """A machine spent this interval so."""
+        start = max(start, self.warmup_s)
+        if end > start:
+            self.seconds[cause] += end - start
+
+    def barrier(self, begins: bool, now: float) -> None:
+        """The optimizer step begins or ends: whoever idles meanwhile idles because of it."""
+        if begins:
+            self._barrier_since = now
+        elif self._barrier_since is not None:
+            self._barrier_total_s += now - max(self._barrier_since, self.warmup_s)
+            self._barrier_since = None
+
+    def idle_ended(self, peer: SimPeer, job: Job | None, now: float) -> None:
+        """Split an idle interval: how long the job that ended it was on the wire, and how long nobody had sent one."""
+        start = peer.idle_since
+        if now <= start:
+            return
+        if job is not None and job.sent_at < now:
+            wire_from = max(start, job.sent_at)
+            self.spent("wire", wire_from, now)
+            self.spent("no work", start, wire_from)
+        else:
+            self.spent("no work", start, now)

@@ -1,0 +1,167 @@
+"""A simulated machine: one processor with a queue, an uplink, a downlink; and the microbatches that pass it."""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+from swarmtrain.route.router import Router
+from swarmtrain.route.window import InFlightWindow
+from swarmtrain.sim.scenario import PeerSpec
+
+BACKWARD, FORWARD, REPLAY = 0, 1, 2
+
+
+class Microbatch:
+    """One microbatch on its way: who serves it in each stage, and how far it has come there."""
+
+    __slots__ = (
+        "answered",
+        "away_s",
+        "computed",
+        "exclude",
+        "number",
+        "queue_s",
+        "ready",
+        "route",
+        "sent_at",
+        "started_at",
+        "token",
+    )
+
+    def __init__(self, number: int, num_stages: int, now: float) -> None:
+        self.number = number
+        self.started_at = now
+        self.sent_at = now  # when its owner sent it on to stage 1
+        self.away_s = 0.0  # from then until the gradient was back
+        self.queue_s = 0.0  # spent in queues of other peers than its owner
+        self.route: list[SimPeer | None] = [None] * num_stages
+        self.token = [0] * num_stages  # raised by every (re)send to a stage: late events of earlier sends are void
+        self.computed = [False] * num_stages  # forward done by route[stage]
+        self.ready = [False] * num_stages  # backward done: its gradient can be had from route[stage]
+        self.answered = [-1] * num_stages  # the caller's token for which the gradient was sent
+        self.exclude: frozenset[str] = frozenset()  # peers of the next stage that refused it
+
+
+class Job:
+    """A piece of work in a peer's queue."""
+
+    __slots__ = ("arrived_at", "kind", "microbatch", "sent_at", "stage", "token")
+
+    def __init__(
+        self, kind: int, microbatch: Microbatch, stage: int, token: int, sent_at: float, arrived_at: float
+    ) -> None:
+        self.kind = kind
+        self.microbatch = microbatch
+        self.stage = stage
+        self.token = token
+        self.sent_at = sent_at
+        self.arrived_at = arrived_at
+
+
+class SimPeer:
+    """State of one machine. It is changed by `pipeline`, `membership` and `steps`; idle time is kept by `meters`."""
+
+    __slots__ = (
+        "accumulated",
+        "available_from",
+        "busy",
+        "down_free",
+        "down_rate",
+        "held",
+        "idle_since",
+        "in_flight",
+        "incarnation",
+        "jobs",
+        "latency_s",
+        "num_forward",
+        "number",
+        "peer_id",
+        "record_until",
+        "relayed",
+        "replaying",
+        "router",
+        "serving_since",
+        "spec",
+        "speed",
+        "stage",
+        "state",
+        "state_since",
+        "synced_at",
+        "target",
+        "up_free",
+        "up_rate",
+        "window",
+    )
+
+    def __init__(self, number: int, spec: PeerSpec, speed: float) -> None:
+        self.number = number
+        self.peer_id = f"p{number}"
+        self.spec = spec
+        self.speed = speed
+        relay_factor = 0.2 if spec.relayed else 1.0
+        self.up_rate = spec.up_bytes_per_s * relay_factor
+        self.down_rate = spec.down_bytes_per_s * relay_factor
+        self.latency_s = spec.latency_s
+        self.relayed = spec.relayed
+        self.stage = 0
+        self.state = "gone"
+        self.state_since = 0.0
+        self.serving_since = 0.0
+        self.available_from = 0.0  # when a machine that does nothing but join could serve at the earliest
+        self.target = -1  # where a moving peer is going; -1: it is not moving
+        self.synced_at = 0.0  # when a mover will have fetched the state of its new stage
+        self.record_until = 0.0
+        self.incarnation = 0
+        self.up_free = 0.0
+        self.down_free = 0.0
+        self.jobs: list[tuple[int, int, int, Job]] = []
+        self.num_forward = 0
+        self.busy = False
+        self.idle_since = 0.0
+        self.held: dict[Microbatch, int] = {}
+        self.in_flight = 0
+        self.accumulated = 0  # microbatches of the current step whose gradient it has
+        self.replaying = 0  # pieces that it computes for a peer that was lost
+        self.window: InFlightWindow | None = None
+        self.router: Router | None = None
+
+    def forget_work(self) -> None:
+        """Everything in memory is lost: the machine died, or it left the stage."""
+        self.jobs.clear()
+        self.held = {}
+        self.num_forward = 0
+        self.busy = False
+        self.in_flight = 0
+        self.accumulated = 0
+        self.replaying = 0
+        self.incarnation += 1
+
+    def push(self, job: Job, sequence: int, backward_first: bool) -> None:
+        """Queue a job: first come first served, or backward before forward and then the older microbatch first."""
+        order = (job.kind, job.microbatch.number) if backward_first else (0, 0)
+        heapq.heappush(self.jobs, (*order, sequence, job))
+        if job.kind != BACKWARD:
+            self.num_forward += 1
+
+    def pop(self) -> Job:
+        """The next job to compute."""
+        job = heapq.heappop(self.jobs)[3]
+        if job.kind != BACKWARD:
+            self.num_forward -= 1
+        return job
+
+    def queue_s(self, cost: float) -> float:
+        """Expected wait of a new forward job."""
+        return len(self.jobs) * 0.5 * cost / self.speed
+
+
+def draw_machines(num_peers: int, mix: tuple[PeerSpec, ...], spread: float, rng: random.Random) -> list[SimPeer]:
+    """Machines from a mix of profiles; the spread leaves a profile's mean speed as it is."""
+    weights = [spec.weight for spec in mix]
+    peers = []
+    for number in range(num_peers):
+        spec = rng.choices(mix, weights)[0]
+        factor = rng.lognormvariate(-0.5 * spread * spread, spread) if spread > 0.0 else 1.0
+        peers.append(SimPeer(number, spec, spec.speed * factor))
+    return peers

@@ -1,0 +1,339 @@
+"""The way of a microbatch through the simulated swarm, with the real router: send, queue, compute, answer, replay.
+
+Follows the rules of the chain: whoever calls replays; a peer that holds a microbatch answers again without computing
+again; a lost caller does not cancel the work below it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarmtrain.route.policies import RouterOptions
+from swarmtrain.route.router import Router
+from swarmtrain.route.window import InFlightWindow, WindowOptions
+from swarmtrain.sim.directory import Directory, stage_bytes
+from swarmtrain.sim.engine import Engine
+from swarmtrain.sim.meters import Meters
+from swarmtrain.sim.peer import BACKWARD, FORWARD, REPLAY, Job, Microbatch, SimPeer
+from swarmtrain.sim.scenario import Scenario
+
+NOBODY_RETRY_S = 2.0  # until the directory is asked again when a stage seems to have no peers
+DRAINING_RETRY_S = 30.0  # a peer that drains is not asked again before its record says something else
+CONNECT_TIMEOUT_S = 3.0
+
+
+@dataclass
+class World:
+    """What all parts of a simulation share."""
+
+    scenario: Scenario
+    engine: Engine
+    meters: Meters
+    peers: list[SimPeer]
+    directory: Directory
+    rng: random.Random  # of the machines: compute times
+    by_id: dict[str, SimPeer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.by_id = {peer.peer_id: peer for peer in self.peers}
+
+
+class Pipeline:
+    """Moves microbatches; the coordinator's and the members' parts hang on the `on_…` hooks."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.engine = world.engine
+        self.meters = world.meters
+        self.scenario = world.scenario
+        self.last = world.scenario.num_stages - 1
+        self.num_bytes = world.scenario.boundary_bytes
+        self.on_finished: Callable[[SimPeer], None] = lambda owner: None
+        self.on_owner_lost: Callable[[Microbatch], None] = lambda microbatch: None
+        self.on_hungry: Callable[[SimPeer], None] = lambda peer: None
+        self.on_drained: Callable[[SimPeer], None] = lambda peer: None
+        self.on_replayed: Callable[[], None] = lambda: None
+        self._sequence = 0
+        self._backward_first = world.scenario.job_order == "backward-first"
+
+    # -- entering and leaving a stage
+
+    def equip(self, peer: SimPeer) -> None:
+        """Give a peer that starts to serve its stage a fresh router and, in stage 0, a window."""
+        scenario, stage = self.scenario, peer.stage
+        peer.window = None
+        peer.router = None
+        if stage == 0:
+            initial = min(2 * scenario.num_stages, scenario.window_limit)
+            peer.window = InFlightWindow(WindowOptions(initial=initial, maximum=scenario.window_limit))
+        if stage < self.last:
+            bytes_in, bytes_out = stage_bytes(scenario, stage + 1)
+            options = RouterOptions(my_up_bytes_per_s=peer.up_rate, bytes_in=bytes_in, bytes_out=bytes_out)
+            seed = hash((scenario.seed, peer.number, peer.incarnation))
+            peer.router = Router(
+                scenario.routing, clock=lambda: self.engine.now, rng=random.Random(seed), options=options
+            )
+            peer.router.update_peers(self.world.directory.snapshots[stage + 1])
+
+    def start(self, microbatch: Microbatch, owner: SimPeer) -> None:
+        """The owner begins with its forward in stage 0; if the lease was another's before, stage 1 is asked by hint."""
+        owner.in_flight += 1
+        owner.held[microbatch] = 0
+        microbatch.route[0] = owner
+        microbatch.token[0] += 1
+        microbatch.computed[0] = False
+        self._enqueue(owner, Job(FORWARD, microbatch, 0, microbatch.token[0], self.engine.now, self.engine.now))
+
+    def replay_piece(self, stage: int, peer: SimPeer) -> None:
+        """Compute one stage of a finished microbatch again, whose gradient was lost with its peer."""
+        peer.replaying += 1
+        arrival = self.engine.now + 2.0 * self.num_bytes / min(peer.up_rate, peer.down_rate) + 4.0 * peer.latency_s
+        self.engine.at(arrival, self._replay_arrives, stage, peer, peer.incarnation)
+
+    def _replay_arrives(self, stage: int, peer: SimPeer, incarnation: int) -> None:
+        if peer.incarnation == incarnation:
+            now = self.engine.now
+            self._enqueue(peer, Job(REPLAY, Microbatch(0, 0, now), stage, 0, now, now))
+
+    def peer_lost(self, peer: SimPeer) -> None:
+        """The machine is gone with all it held; its callers notice after some missed heartbeats."""
+        if peer.busy:
+            self.meters.count("jobs cut off", self.engine.now)
+        self._let_go(peer, self.scenario.detect_s, planned=False)
+
+    def hand_over(self, peer: SimPeer) -> None:
+        """The machine leaves its stage and says so: its callers send what it held to others at once."""
+        self._let_go(peer, peer.latency_s + self.scenario.backbone_latency_s, planned=True)
+
+    def _let_go(self, peer: SimPeer, delay_s: float, *, planned: bool) -> None:
+        held = peer.held
+        peer.forget_work()
+        for microbatch, stage in held.items():
+            self.engine.after(delay_s, self._recover, microbatch, stage, peer, planned)
+
+    def _recover(self, microbatch: Microbatch, stage: int, gone: SimPeer, planned: bool) -> None:
+        """The caller sends the same bytes to another peer. If it is gone as well, its own caller does so first."""
+        if microbatch.route[stage] is not gone or microbatch.ready[stage]:
+            return
+        if stage == 0:
+            self.meters.count("leases given again", self.engine.now)
+            self.on_owner_lost(microbatch)
+            return
+        caller = microbatch.route[stage - 1]
+        if caller is None or microbatch not in caller.held or caller.router is None:
+            return
+        if not microbatch.computed[stage - 1]:
+            return  # the caller is a replacement itself, and will send when it is done
+        if planned:
+            caller.router.busy(gone.peer_id, DRAINING_RETRY_S)
+        else:
+            caller.router.failed(gone.peer_id)
+        self.meters.count("replays after a move" if planned else "replays after a loss", self.engine.now)
+        microbatch.route[stage] = None
+        microbatch.computed[stage] = False
+        self._send(microbatch, stage, caller)
+
+    # -- forward
+
+    def _send(self, microbatch: Microbatch, stage: int, sender: SimPeer) -> None:
+        """Route the microbatch to a peer of `stage`; the one that holds it already is asked first."""
+        if sender.router is None or microbatch not in sender.held:
+            return
+        now = self.engine.now
+        holder = microbatch.route[stage]
+        if holder is not None and self._holds(holder, microbatch, stage):
+            self._transfer_then(sender, holder, self._hint_arrives, microbatch, stage, holder)
+            return
+        microbatch.route[stage] = None
+        pick = sender.router.pick(self.num_bytes, now, microbatch.exclude)
+        if pick is None or pick.wait_s > 0.0:
+            microbatch.exclude = frozenset()
+            self.meters.count("nobody to ask" if pick is None else "all busy", now)
+            self.engine.after(NOBODY_RETRY_S if pick is None else pick.wait_s, self._send, microbatch, stage, sender)
+            return
+        peer = self.world.by_id[pick.peer_id]
+        microbatch.route[stage] = peer
+        microbatch.computed[stage] = microbatch.ready[stage] = False
+        microbatch.answered[stage] = -1
+        microbatch.token[stage] += 1
+        token = microbatch.token[stage]
+        if peer.state == "gone":
+            self.engine.after(CONNECT_TIMEOUT_S, self._refused, microbatch, stage, sender, peer, token, "dead")
+            return
+        if peer.state != "serving" or peer.stage != stage:  # the directory was out of date
+            self._transfer_then(sender, peer, self._refused, microbatch, stage, sender, peer, token, "draining")
+            return
+        peer.held[microbatch] = stage
+        start = max(now, sender.up_free)
+        self._transfer_then(sender, peer, self._forward_arrives, microbatch, stage, peer, sender, token, start)
+
+    def _holds(self, peer: SimPeer, microbatch: Microbatch, stage: int) -> bool:
+        """Whether asking this peer again finds work that is done or under way."""
+        return microbatch in peer.held or (microbatch.ready[stage] and peer.state != "gone" and peer.stage == stage)
+
+    def _transfer_then(self, source: SimPeer, target: SimPeer, call: Callable[..., None], *arguments: object) -> None:
+        """Both links are occupied for their share of the time; the message arrives when the slower one is done."""
+        engine, num_bytes = self.engine, self.num_bytes
+        now = engine.now
+        source.up_free = max(now, source.up_free) + num_bytes / source.up_rate
+        target.down_free = max(now, target.down_free) + num_bytes / target.down_rate
+        latency_s = source.latency_s + target.latency_s + self.scenario.backbone_latency_s
+        self.meters.sent(num_bytes, now)
+        engine.at(max(source.up_free, target.down_free) + latency_s, call, *arguments)
+
+    def _forward_arrives(
+        self, microbatch: Microbatch, stage: int, peer: SimPeer, sender: SimPeer, token: int, sent_at: float
+    ) -> None:
+        if microbatch.token[stage] != token or microbatch not in peer.held:
+            return  # sent elsewhere meanwhile, or the peer died: its caller will notice
+        back = peer.latency_s + sender.latency_s + self.scenario.backbone_latency_s
+        if peer.state != "serving":
+            peer.held.pop(microbatch, None)
+            self.engine.after(back, self._refused, microbatch, stage, sender, peer, token, "draining")
+            return
+        if peer.num_forward >= self.scenario.queue_limit:
+            peer.held.pop(microbatch, None)
+            self.engine.after(back, self._refused, microbatch, stage, sender, peer, token, "busy")
+            return
+        self._enqueue(peer, Job(FORWARD, microbatch, stage, token, sent_at, self.engine.now))
+
+    def _refused(
+        self, microbatch: Microbatch, stage: int, sender: SimPeer, peer: SimPeer, token: int, why: str
+    ) -> None:
+        if microbatch.token[stage] != token:
+            return
+        self.meters.count(f"reroutes: {why}", self.engine.now)
+        if sender.router is not None and sender.stage == stage - 1:
+            if why == "dead":
+                sender.router.failed(peer.peer_id)
+            elif why == "draining":
+                sender.router.busy(peer.peer_id, DRAINING_RETRY_S)
+            else:
+                sender.router.busy(peer.peer_id, peer.queue_s(self.scenario.costs[stage]) * 0.5)
+        microbatch.exclude |= {peer.peer_id}
+        microbatch.route[stage] = None
+        # Whoever waits for it now: the sender may have died and been replaced since.
+        caller = microbatch.route[stage - 1]
+        if caller is not None and microbatch.computed[stage - 1]:
+            self._send(microbatch, stage, caller)
+
+    def _hint_arrives(self, microbatch: Microbatch, stage: int, peer: SimPeer) -> None:
+        """A peer is asked for a microbatch that it has: it answers at once if it is done, else when it will be."""
+        if microbatch.route[stage] is not peer:
+            return
+        if not self._holds(peer, microbatch, stage):  # it died or moved meanwhile
+            caller = microbatch.route[stage - 1]
+            if caller is not None:
+                self._send(microbatch, stage, caller)
+        elif microbatch.ready[stage]:
+            self._answer(microbatch, stage, peer)
+
+    # -- the processor
+
+    def _enqueue(self, peer: SimPeer, job: Job) -> None:
+        self._sequence += 1
+        peer.push(job, self._sequence, self._backward_first)
+        if not peer.busy:
+            self.meters.idle_ended(peer, job, self.engine.now)
+            self._compute_next(peer)
+
+    def _compute_next(self, peer: SimPeer) -> None:
+        engine = self.engine
+        if not peer.jobs:
+            peer.busy = False
+            peer.idle_since = engine.now
+            return
+        job = peer.pop()
+        peer.busy = True
+        if peer.window is not None and not peer.num_forward:
+            self.on_hungry(peer)
+        share = 1.0 if job.stage == self.last or job.kind == REPLAY else (1.0, 2.0)[job.kind == BACKWARD] / 3.0
+        seconds = share * self.scenario.costs[job.stage] / peer.speed
+        if self.scenario.compute_jitter:
+            seconds *= max(0.2, self.world.rng.gauss(1.0, self.scenario.compute_jitter))
+        engine.at(engine.now + seconds, self._computed, peer, job, engine.now, peer.incarnation)
+
+    def _computed(self, peer: SimPeer, job: Job, began_at: float, incarnation: int) -> None:
+        now = self.engine.now
+        if peer.incarnation != incarnation:
+            self.meters.spent("wasted", began_at, now)
+            return
+        microbatch, stage = job.microbatch, job.stage
+        if job.kind == REPLAY:
+            self.meters.spent("wasted", began_at, now)
+            peer.accumulated += 1
+            peer.replaying -= 1
+            self.on_replayed()
+        elif microbatch not in peer.held or microbatch.token[stage] != job.token:
+            self.meters.spent("wasted", began_at, now)
+        else:
+            again = microbatch.ready[stage] or (job.kind == FORWARD and microbatch.computed[stage])
+            self.meters.spent("wasted" if again else "useful", began_at, now)
+            if stage:
+                microbatch.queue_s += began_at - job.arrived_at
+            if job.kind == FORWARD:
+                self._forward_done(microbatch, stage, peer, job, began_at)
+            else:
+                self._backward_done(microbatch, stage, peer)
+        if peer.incarnation == incarnation:
+            self._compute_next(peer)
+
+    def _forward_done(self, microbatch: Microbatch, stage: int, peer: SimPeer, job: Job, began_at: float) -> None:
+        now = self.engine.now
+        microbatch.computed[stage] = True
+        caller = microbatch.route[stage - 1] if stage else None
+        if caller is not None and caller.router is not None and caller.stage == stage - 1:
+            share = 1.0 / 3.0 if stage == self.last else 1.0
+            caller.router.succeeded(
+                peer.peer_id,
+                wire_s=job.arrived_at - job.sent_at,
+                queue_s=began_at - job.arrived_at,
+                compute_s=(now - began_at) * share,
+                num_bytes=self.num_bytes,
+                now=now,
+            )
+        if stage == self.last:
+            self._backward_done(microbatch, stage, peer)
+        else:
+            if stage == 0:
+                microbatch.sent_at = now
+            microbatch.exclude = frozenset()
+            self._send(microbatch, stage + 1, peer)
+
+    # -- backward
+
+    def _backward_done(self, microbatch: Microbatch, stage: int, peer: SimPeer) -> None:
+        microbatch.ready[stage] = True
+        peer.accumulated += 1
+        peer.held.pop(microbatch, None)
+        if stage == 0:
+            self.meters.finished(microbatch, self.engine.now)
+            peer.in_flight -= 1
+            if peer.window is not None:
+                peer.window.finished(microbatch.away_s, microbatch.queue_s)
+            self.on_finished(peer)
+        else:
+            self._answer(microbatch, stage, peer)
+        if not peer.held:
+            self.on_drained(peer)
+
+    def _answer(self, microbatch: Microbatch, stage: int, peer: SimPeer) -> None:
+        """Send the gradient to whoever waits for it now. If nobody does, it is kept until somebody asks."""
+        caller = microbatch.route[stage - 1]
+        token = microbatch.token[stage - 1]
+        if caller is not None and microbatch in caller.held and microbatch.computed[stage - 1]:
+            if microbatch.answered[stage] == token:
+                return
+            microbatch.answered[stage] = token
+            self._transfer_then(
+                peer, caller, self._backward_arrives, microbatch, stage - 1, caller, token, self.engine.now
+            )
+
+    def _backward_arrives(self, microbatch: Microbatch, stage: int, peer: SimPeer, token: int, sent_at: float) -> None:
+        if microbatch not in peer.held or microbatch.token[stage] != token:
+            return
+        if stage == 0:
+            microbatch.away_s = self.engine.now - microbatch.sent_at
+        self._enqueue(peer, Job(BACKWARD, microbatch, stage, token, sent_at, self.engine.now))

@@ -1,0 +1,141 @@
+"""What is simulated: the swarm, its links, its churn, and which policies run in it. Plain data, checked when built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+
+from swarmtrain.errors import UsageError
+from swarmtrain.route.rebalance import RebalanceOptions
+from swarmtrain.route.router import POLICIES
+
+REBALANCE_RULES = ("none", "queue", "capacity")
+CHURN_KINDS = ("none", "exponential", "trace")
+PLACEMENTS = ("even", "random")
+JOB_ORDERS = ("fifo", "backward-first")
+MEBIT = 1e6 / 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSpec:
+    """One machine. `speed`: microbatches per second, forward and backward, in a stage of cost 1."""
+
+    speed: float = 0.2
+    up_bytes_per_s: float = 100 * MEBIT
+    down_bytes_per_s: float = 100 * MEBIT
+    latency_s: float = 0.02  # from the machine to the backbone
+    relayed: bool = False
+    stage: int | None = None  # pinned, if given
+    weight: float = 1.0  # how often it occurs in a mix
+
+
+@dataclass(frozen=True, slots=True)
+class ChurnEvent:
+    """One line of a trace: at `time_s`, `change` peers join (positive) or vanish (negative)."""
+
+    time_s: float
+    change: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """All parameters of one simulation; two runs of equal scenarios give the same trace."""
+
+    num_peers: int = 64
+    num_stages: int = 4
+    minutes: float = 60.0
+    warmup_minutes: float = 10.0
+    seed: int = 0
+
+    # Machines: drawn from `mix`, their speed spread log-normally around the profile's; or exactly `layout`.
+    mix: tuple[PeerSpec, ...] = (PeerSpec(),)
+    layout: tuple[PeerSpec, ...] = ()
+    speed_spread: float = 0.5
+    compute_jitter: float = 0.05
+    backbone_latency_s: float = 0.03
+    placement: str = "even"
+
+    # Work. Stage costs are relative; a boundary tensor crosses every boundary once in each direction.
+    stage_costs: tuple[float, ...] = ()
+    boundary_bytes: float = 2.7e6
+    batch: int = 0  # microbatches per optimizer step; 0: no steps, an endless stream
+    gradient_bytes: float = 0.0  # reduced in every stage at the end of a step
+    queue_limit: int = 8  # forward jobs a peer accepts before it says BUSY
+    job_order: str = "fifo"  # of a peer's processor
+    window_maximum: int = 0  # 0: eight times the number of stages, at least 64
+
+    # Coming and going.
+    churn: str = "exponential"
+    mean_life_s: float = 7200.0
+    mean_absence_s: float = 1800.0
+    trace: tuple[ChurnEvent, ...] = ()
+    download_s: float = 90.0  # what a newcomer or a mover needs to fetch a stage's state
+    detect_s: float = 6.0  # three missed heartbeats
+
+    # Policies.
+    routing: str = "finish-time"
+    rebalance: str = "capacity"
+    rebalance_period_s: float = 300.0  # of the queue rule
+    rebalance_options: RebalanceOptions = field(default_factory=RebalanceOptions)
+    directory_period_s: float = 20.0
+    record_life_s: float = 50.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """One relative cost per stage."""
+        return self.stage_costs or (1.0,) * self.num_stages
+
+    @property
+    def window_limit(self) -> int:
+        """Most microbatches that one stage-0 peer keeps in flight."""
+        return self.window_maximum or max(64, 8 * self.num_stages)
+
+    def with_(self, **changes: object) -> Scenario:
+        """A copy with some parameters changed."""
+        known = {entry.name for entry in fields(self)}
+        for name in changes:
+            if name not in known:
+                raise UsageError(f"a scenario has no parameter {name!r}")
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _check(scenario: Scenario) -> None:
+    """Refuse what cannot be simulated, naming the parameter."""
+    _require(1 <= scenario.num_stages <= 4096, "num_stages", "from 1 to 4096")
+    _require(scenario.num_peers >= scenario.num_stages, "num_peers", "at least one per stage")
+    _require(scenario.num_peers <= 1_000_000, "num_peers", "at most 1,000,000")
+    _require(0.0 <= scenario.warmup_minutes < scenario.minutes, "warmup_minutes", "less than minutes")
+    _require(scenario.minutes <= 60.0 * 24 * 365, "minutes", "at most a year")
+    _require(scenario.routing in POLICIES, "routing", f"one of {', '.join(POLICIES)}")
+    _require(scenario.rebalance in REBALANCE_RULES, "rebalance", f"one of {', '.join(REBALANCE_RULES)}")
+    _require(scenario.churn in CHURN_KINDS, "churn", f"one of {', '.join(CHURN_KINDS)}")
+    _require(scenario.placement in PLACEMENTS, "placement", f"one of {', '.join(PLACEMENTS)}")
+    _require(scenario.job_order in JOB_ORDERS, "job_order", f"one of {', '.join(JOB_ORDERS)}")
+    _require(len(scenario.costs) == scenario.num_stages, "stage_costs", "one per stage")
+    _require(
+        not scenario.layout or len(scenario.layout) == scenario.num_peers, "num_peers", "as many as the layout has"
+    )
+    _require(bool(scenario.layout or scenario.mix), "mix", "at least one profile")
+    for name in ("mean_life_s", "mean_absence_s", "rebalance_period_s", "directory_period_s", "record_life_s"):
+        _require(0.0 < getattr(scenario, name) < math.inf, name, "positive")
+    for name in ("download_s", "detect_s", "boundary_bytes", "gradient_bytes", "speed_spread", "compute_jitter"):
+        _require(0.0 <= getattr(scenario, name) < math.inf, name, "not negative")
+    for cost in scenario.costs:
+        _require(0.0 < cost < math.inf, "stage_costs", "positive")
+    for spec in scenario.layout or scenario.mix:
+        _check_spec(spec, scenario.num_stages)
+
+
+def _check_spec(spec: PeerSpec, num_stages: int) -> None:
+    for name in ("speed", "up_bytes_per_s", "down_bytes_per_s"):
+        _require(0.0 < getattr(spec, name) < math.inf, f"peer {name}", "positive")
+    _require(0.0 <= spec.latency_s < 60.0, "peer latency_s", "from 0 to 60")
+    _require(spec.stage is None or 0 <= spec.stage < num_stages, "peer stage", f"from 0 to {num_stages - 1}")
+
+
+def _require(condition: bool, name: str, allowed: str) -> None:
+    if not condition:
+        raise UsageError(f"{name} must be {allowed}")

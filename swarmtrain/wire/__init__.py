@@ -1,0 +1,1 @@
+"""The messages: typed, versioned, strictly decoded. No I/O."""

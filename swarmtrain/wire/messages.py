@@ -1,0 +1,330 @@
+"""Every message of the step protocol, in the order in which a microbatch meets them.
+
+Coordinator to stage 0, and each stage to the next, speak the same `Work`: the coordinator is the caller of stage 0.
+Every message that belongs to a step names the run, the coordinator's term and the step; a peer that disagrees with one
+of them refuses with a code of `Code`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from swarmtrain.wire.schema import AllowNonFinite, Blob, MaxLength, Message, Priority, Range, Registry, message
+
+MIB = 1 << 20
+
+RunId = Annotated[str, MaxLength(64)]
+PeerId = Annotated[str, MaxLength(128)]
+Term = Annotated[int, Range(0, 2**40)]
+Step = Annotated[int, Range(0, 2**40)]
+StageIndex = Annotated[int, Range(0, 1023)]
+MicrobatchIndex = Annotated[int, Range(0, 2**20)]
+Attempt = Annotated[int, Range(0, 2**31)]
+Digest = Annotated[str, MaxLength(64)]
+Incarnation = Annotated[str, MaxLength(32)]
+Seconds = Annotated[float, Range(0.0, 1e9)]
+Text = Annotated[str, MaxLength(1024)]
+
+
+class Code(StrEnum):
+    """Why a peer refuses a message. `busy` and `closing` come from the link layer with the same meaning."""
+
+    WRONG_RUN = "wrong-run"
+    WRONG_STAGE = "wrong-stage"  # the peer serves another stage
+    OLD_TERM = "old-term"  # a newer coordinator is in charge
+    NOT_COORDINATOR = "not-coordinator"  # only the run's coordinator may say this
+    BEHIND = "behind"  # the peer has not reached this step yet
+    AHEAD = "ahead"  # this step is over
+    STALE_BASIS = "stale-basis"  # the sender's subspace basis is another one
+    BAD_TENSOR = "bad-tensor"  # wrong shape, damaged, or not finite
+    BAD_ROSTER = "bad-roster"  # a reduction that cannot be one of this stage
+    NOT_SERVING = "not-serving"  # joining, paused or draining
+    BUSY = "busy"
+    UNPREPARED = "unprepared"  # apply came without a prepared sum
+    UNKNOWN = "unknown"  # nothing is known of what was asked for
+    NOBODY = "nobody"  # the next stage has no peers
+    DIVERGED = "diverged"  # training itself produced numbers that are not finite
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """Who served one stage of a microbatch. A restarted process is another incarnation: its ledger is empty."""
+
+    stage: StageIndex
+    peer_id: PeerId
+    incarnation: Incarnation
+
+
+Hops = Annotated[tuple[Hop, ...], MaxLength(1024)]
+
+
+@message(kind="work", priority=Priority.BOUNDARY)
+class Work(Message):
+    """One microbatch for one stage. Answer: `Done`, after everything below has finished. Progress: `Progress`."""
+
+    run: RunId
+    term: Term
+    stage: StageIndex
+    step: Step
+    microbatch: MicrobatchIndex
+    basis_epoch: Step
+    evaluate: bool  # forward only: a validation microbatch
+    hints: Hops  # who is known to have taken it further down
+    tokens: Annotated[Blob, MaxLength(16 * MIB)]
+    boundary: Annotated[Blob, MaxLength(256 * MIB)]  # empty for stage 0
+
+
+@message(kind="done", priority=Priority.BOUNDARY)
+class Done(Message):
+    """The answer to `Work`: the gradient for the caller's output, the loss, who served, and where the time went."""
+
+    loss: Annotated[float, AllowNonFinite()]
+    route: Hops
+    queue_s: Seconds
+    forward_s: Seconds
+    backward_s: Seconds
+    gradient: Annotated[Blob, MaxLength(256 * MIB)]  # empty for stage 0 and for validation
+
+
+class Phase(StrEnum):
+    """What a callee is doing with a microbatch."""
+
+    QUEUED = "queued"
+    FORWARDED = "forwarded"  # its forward is done and the next stage has it
+    ALIVE = "alive"
+
+
+@message(kind="progress", priority=Priority.CONTROL)
+class Progress(Message):
+    """Flows upstream, so that a caller's hints are fresh when its callee dies."""
+
+    phase: Phase
+    hops: Hops  # everybody further down who has taken the microbatch, as far as known
+    queue_s: Seconds
+    forward_s: Seconds
+
+
+@message(kind="replay", priority=Priority.CONTROL)
+class Replay(Message):
+    """To a peer that has finished a microbatch: give it to the next stage again, from the ledger. Answer: `Done`."""
+
+    run: RunId
+    term: Term
+    step: Step
+    microbatch: MicrobatchIndex
+    hints: Hops
+
+
+@message(kind="enroll", priority=Priority.CONTROL)
+class Enroll(Message):
+    """A peer tells the coordinator that it is there; repeated as its sign of life. Answer: `Enrolled`."""
+
+    run: RunId
+    stage: StageIndex
+    state: Annotated[str, MaxLength(16)]
+    incarnation: Incarnation
+    step: Step
+    state_digest: Digest
+    forward_ms: Seconds
+    backward_ms: Seconds
+    queue_ms: Seconds
+    up_bytes_per_s: Seconds
+    name: Annotated[str, MaxLength(64)]
+    version: Annotated[str, MaxLength(32)]
+
+
+class Verdict(StrEnum):
+    """What the coordinator wants of a peer."""
+
+    SERVE = "serve"
+    SYNC = "sync"  # fetch the state of `sync_step` first
+    WAIT = "wait"  # a state to fetch will be there soon
+    LEAVE = "leave"
+
+
+@message(kind="enrolled", priority=Priority.CONTROL)
+class Enrolled(Message):
+    """What the coordinator thinks of the peer, and where the run stands."""
+
+    term: Term
+    step: Step
+    verdict: Verdict
+    reason: Text
+    sync_step: Step  # for SYNC: which state to fetch, its digest, and from whom
+    sync_digest: Digest
+    donors: Annotated[tuple[PeerId, ...], MaxLength(64)]
+
+
+@message(kind="fetch_run", priority=Priority.CONTROL)
+class FetchRun(Message):
+    """Asks for the run's definition. Answer: `RunOffer`."""
+
+    run: RunId
+
+
+@message(kind="run_offer", priority=Priority.CONTROL)
+class RunOffer(Message):
+    """The manifest, signed by the run's key, with the digests of what every peer derives from its seed."""
+
+    manifest: Annotated[str, MaxLength(256 * 1024)]
+    basis_digest: Digest
+    table_digest: Digest
+    signature: Annotated[bytes, MaxLength(128)]
+    version: Annotated[str, MaxLength(32)]
+
+
+@dataclass(frozen=True, slots=True)
+class RosterEntry:
+    """A peer that takes part in a reduction, the microbatches it answers for, and the part of the sum it owns."""
+
+    peer_id: PeerId
+    incarnation: Incarnation
+    microbatches: Annotated[bytes, MaxLength(4 * MIB)]  # uint32, little endian, ascending
+    owned: Annotated[int, Range(0, 2**48)]  # elements of the flat gradient, in roster order
+
+
+@message(kind="prepare", priority=Priority.CONTROL)
+class Prepare(Message):
+    """Reduce the gradient of a step inside one stage. Answer: `Prepared` or `Unprepared`."""
+
+    run: RunId
+    term: Term
+    stage: StageIndex
+    step: Step
+    attempt: Attempt
+    roster: Annotated[tuple[RosterEntry, ...], MaxLength(4096)]
+
+
+@message(kind="prepared", priority=Priority.CONTROL)
+class Prepared(Message):
+    """The reduced sum is at hand: its squared norm and digest."""
+
+    squared_norm: Annotated[float, AllowNonFinite()]
+    digest: Digest
+
+
+@message(kind="unprepared", priority=Priority.CONTROL)
+class Unprepared(Message):
+    """The books do not balance here, or the reduction failed."""
+
+    missing: Annotated[bytes, MaxLength(4 * MIB)]  # microbatches the roster names and the ledger lacks
+    suspects: Annotated[tuple[PeerId, ...], MaxLength(4096)]  # peers that did not deliver their part
+    reason: Text
+
+
+@message(kind="part", priority=Priority.REDUCTION)
+class Part(Message):
+    """One peer's share of one piece of the sum, to the piece's owner. Answer: `ReducedPart`, when all shares are in."""
+
+    run: RunId
+    term: Term
+    stage: StageIndex
+    step: Step
+    attempt: Attempt
+    piece: Annotated[int, Range(0, 2**31)]
+    values: Annotated[Blob, MaxLength(32 * MIB)]  # empty from a peer that has no work in this step
+
+
+@message(kind="reduced_part", priority=Priority.REDUCTION)
+class ReducedPart(Message):
+    """The same bytes for everybody."""
+
+    values: Annotated[Blob, MaxLength(32 * MIB)]
+
+
+@message(kind="apply", priority=Priority.CONTROL)
+class Apply(Message):
+    """The decision, already in the journal: apply the prepared sum. Answer: `Applied`."""
+
+    run: RunId
+    term: Term
+    step: Step
+    digest: Digest  # of the stage's reduced sum
+    scale: float
+    learning_rate: float
+    snapshot: bool  # keep a copy of the state after this step for a checkpoint
+
+
+@message(kind="applied", priority=Priority.CONTROL)
+class Applied(Message):
+    """The state after the step."""
+
+    step: Step
+    state_digest: Digest
+
+
+@message(kind="fetch_state", priority=Priority.STATE)
+class FetchState(Message):
+    """One chunk of a snapshot. Answer: `StateChunk`."""
+
+    run: RunId
+    stage: StageIndex
+    step: Step
+    chunk: Annotated[int, Range(0, 2**31)]
+
+
+@message(kind="state_chunk", priority=Priority.STATE)
+class StateChunk(Message):
+    """Bytes of a state."""
+
+    values: Annotated[Blob, MaxLength(8 * MIB)]
+
+
+@message(kind="fetch_digests", priority=Priority.CONTROL)
+class FetchDigests(Message):
+    """The digests of all chunks of a state. Answer: `ChunkDigests`."""
+
+    run: RunId
+    stage: StageIndex
+    step: Step
+
+
+@message(kind="chunk_digests", priority=Priority.STATE)
+class ChunkDigests(Message):
+    """SHA-256 of every chunk, one after the other; together they hash to the state's digest."""
+
+    basis_epoch: Step
+    digests: Annotated[Blob, MaxLength(16 * MIB)]
+
+
+@message(kind="leave", priority=Priority.CONTROL)
+class Leave(Message):
+    """The run is over, or this peer is not wanted any more."""
+
+    run: RunId
+    term: Term
+    reason: Text
+
+
+@message(kind="acknowledged", priority=Priority.CONTROL)
+class Acknowledged(Message):
+    """Nothing more to say."""
+
+    note: Text
+
+
+MESSAGES = Registry(
+    Work,
+    Done,
+    Progress,
+    Replay,
+    Enroll,
+    Enrolled,
+    FetchRun,
+    RunOffer,
+    Prepare,
+    Prepared,
+    Unprepared,
+    Part,
+    ReducedPart,
+    Apply,
+    Applied,
+    FetchState,
+    StateChunk,
+    FetchDigests,
+    ChunkDigests,
+    Leave,
+    Acknowledged,
+)

@@ -1,0 +1,1 @@
+"""Tests of swarmtrain.chain: the parts that need no daemons."""

@@ -1,0 +1,188 @@
+"""Whoever calls, replays: the same bytes to another peer, hints to those who have it, final refusals upwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from swarmtrain.chain.dispatch import Dispatcher
+from swarmtrain.net.errors import CallRefused, LinkClosed, PeerUnreachable, Refusal
+from swarmtrain.route.views import Pick
+from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Work
+
+WORK = Work("run", 1, 2, 7, 3, 0, False, (), b"tokens", b"boundary")
+DONE = Done(1.5, (Hop(2, "b", "life"), Hop(3, "z", "life")), 0.0, 0.1, 0.2, b"gradient")
+Answer = Callable[[Work, Any], Done]
+
+
+class FakeRouter:
+    """Offers peers in order, the preferred ones first; keeps what it is told."""
+
+    def __init__(self, peers: list[str]) -> None:
+        self._peers = peers
+        self.told: list[tuple[str, str]] = []
+
+    def pick(self, num_bytes: int, *, exclude: set[str], prefer: tuple[str, ...]) -> Pick | None:
+        known = [peer for peer in prefer if peer in self._peers] + self._peers
+        for peer in known:
+            if peer not in exclude:
+                return Pick(peer_id=peer, predicted_s=0.0, timeout_s=30.0, why="test")
+        return None
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda peer, *_, **__: self.told.append((name, peer))
+
+
+class FakeNeighbours:
+    def __init__(self, peers: list[str]) -> None:
+        self.router = FakeRouter(peers)
+        self.num_waits = 0
+
+    async def wait_for_news(self, timeout_s: float) -> None:
+        self.num_waits += 1
+        await asyncio.sleep(min(timeout_s, 0.001))
+
+    def observe_link(self, peer_id: str) -> None:
+        pass
+
+
+class FakeNode:
+    """Answers by `answers`, by peer; an exception among the answers is raised."""
+
+    def __init__(self, answers: dict[str, Answer | Exception]) -> None:
+        self._answers = answers
+        self.calls: list[tuple[str, Work]] = []
+
+    async def call(self, peer_id: str, work: Work, deadline_s: float, on_progress: Any, *, expect: type[Done]) -> Done:
+        self.calls.append((peer_id, work))
+        answer = self._answers[peer_id]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer(work, on_progress)
+
+
+def good(work: Work, on_progress: Any) -> Done:
+    return DONE
+
+
+def dispatch(
+    answers: dict[str, Answer | Exception], peers: list[str] | None = None
+) -> tuple[Dispatcher, FakeNode, Any]:
+    node, neighbours = FakeNode(answers), FakeNeighbours(peers or sorted(answers))
+    made: Any = Dispatcher(node, neighbours)  # type: ignore[arg-type]
+    return made, node, neighbours
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await main
+
+    asyncio.run(bounded())
+
+
+def accept(done: Done) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        LinkClosed("it died"),
+        PeerUnreachable("not there"),
+        CallRefused(Code.NOT_SERVING),
+        CallRefused(Code.BAD_TENSOR),
+        CallRefused(Code.BEHIND),
+        CallRefused("internal"),
+    ],
+)
+def test_a_failed_call_is_repeated_elsewhere_with_the_same_bytes(failure: Exception) -> None:
+    async def main() -> None:
+        dispatcher, node, _ = dispatch({"a": failure, "b": good})
+        assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
+        assert [peer for peer, _ in node.calls] == ["a", "b"]
+        assert node.calls[0][1] == node.calls[1][1] == WORK
+        assert sum(dispatcher.counters.rerouted.values()) == 1
+
+    run(main())
+
+
+def test_an_answer_that_cannot_be_right_is_asked_for_elsewhere() -> None:
+    async def main() -> None:
+        bad = Done(0.0, (), 0.0, 0.0, 0.0, b"")
+        dispatcher, node, neighbours = dispatch({"a": lambda *_: bad, "b": good})
+
+        def check(done: Done) -> None:
+            if done is bad:
+                raise ValueError("no")
+
+        assert await dispatcher.call(WORK, deadline_s=10, check=check) is DONE
+        assert ("failed", "a") in neighbours.router.told
+        assert [peer for peer, _ in node.calls] == ["a", "b"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("code", [Code.AHEAD, Code.OLD_TERM, Code.WRONG_RUN, Code.STALE_BASIS, Code.DIVERGED])
+def test_what_everybody_would_refuse_goes_up_at_once(code: Code) -> None:
+    async def main() -> None:
+        dispatcher, node, _ = dispatch({"a": CallRefused(code, "so it is"), "b": good})
+        with pytest.raises(Refusal) as caught:
+            await dispatcher.call(WORK, deadline_s=10, check=accept)
+        assert caught.value.code == code
+        assert len(node.calls) == 1
+
+    run(main())
+
+
+def test_hints_lead_to_who_has_it_and_progress_makes_new_hints() -> None:
+    async def main() -> None:
+        below = Hop(3, "z", "life")
+
+        def dies_after_forwarding(work: Work, on_progress: Any) -> Done:
+            on_progress(Progress(Phase.FORWARDED, (Hop(2, "b", "life"), below), 0.0, 0.0))
+            raise LinkClosed("it died")
+
+        dispatcher, node, _ = dispatch({"a": good, "b": dies_after_forwarding})
+        hinted = Work("run", 1, 2, 7, 3, 0, False, (Hop(2, "b", "life"),), b"tokens", b"boundary")
+        seen: list[Progress] = []
+        await dispatcher.call(hinted, deadline_s=10, on_progress=seen.append, check=accept)
+        assert [peer for peer, _ in node.calls] == ["b", "a"]  # the hinted one first
+        assert node.calls[1][1].hints == (below,)  # and the second one learns who has it further down
+        assert len(seen) == 1
+
+    run(main())
+
+
+def test_nobody_is_waited_for_until_the_deadline_and_then_said() -> None:
+    async def main() -> None:
+        dispatcher, node, neighbours = dispatch({"a": PeerUnreachable("gone for good")})
+        with pytest.raises(Refusal) as caught:
+            await dispatcher.call(WORK, deadline_s=1.0, check=accept)
+        assert caught.value.code == Code.NOBODY
+        assert "gone for good" in caught.value.text
+        assert len(node.calls) > 1  # it is tried again: it may have come back
+        assert neighbours.num_waits > 0
+
+    run(main())
+
+
+def test_a_busy_peer_is_not_given_up() -> None:
+    async def main() -> None:
+        replies = [CallRefused(Code.BUSY, retry_after_s=0.5), None]
+
+        def busy_once(work: Work, on_progress: Any) -> Done:
+            reply = replies.pop(0)
+            if reply is not None:
+                raise reply
+            return DONE
+
+        dispatcher, node, neighbours = dispatch({"a": busy_once})
+        assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
+        assert [peer for peer, _ in node.calls] == ["a", "a"]
+        assert ("busy", "a") in neighbours.router.told
+
+    run(main())

@@ -1,0 +1,49 @@
+"""Records of serving peers: what was announced is read, anything else is as good as absent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmtrain.chain.neighbours import PeerRecord
+
+RECORD = PeerRecord("serving", 7, "life", 1.5, 2.5, 0.0, 1e6, False, ("/ip4/10.0.0.1/tcp/1/p2p/x",))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def test_what_was_announced_is_read() -> None:
+    assert PeerRecord.from_value(RECORD.as_value()) == RECORD
+
+
+def test_a_field_that_is_missing_or_of_another_kind_voids_the_record() -> None:
+    value = RECORD.as_value()
+    for key in value:
+        without = {name: item for name, item in value.items() if name != key}
+        assert PeerRecord.from_value(without) is None, key
+    wrong: list[tuple[str, Any]] = [("s", 1), ("s", "x" * 17), ("t", "x"), ("i", None), ("f", []), ("a", 5), ("a", [5])]
+    for key, item in wrong:
+        assert PeerRecord.from_value({**value, key: item}) is None, (key, item)
+
+
+def test_addresses_are_bounded() -> None:
+    found = PeerRecord.from_value({**RECORD.as_value(), "a": [f"/ip4/10.0.0.{i}/tcp/1" for i in range(100)]})
+    assert found is not None
+    assert len(found.addresses) == 16
+
+
+@settings(deadline=None, max_examples=150)
+@given(JSON)
+def test_any_value_is_read_or_ignored(value: object) -> None:
+    assert PeerRecord.from_value(value) is None or isinstance(value, dict)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(sorted(RECORD.as_value())), JSON)
+def test_any_value_of_a_field_is_read_or_ignored(key: str, item: object) -> None:
+    PeerRecord.from_value({**RECORD.as_value(), key: item})

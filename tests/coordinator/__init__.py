@@ -1,0 +1,1 @@
+"""Tests of swarmtrain.coordinator: the parts that need no daemons."""

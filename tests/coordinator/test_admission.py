@@ -1,0 +1,137 @@
+"""What a peer is told when it shows a sign of life."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swarmtrain.coordinator.admission import Answer, StageBook, StateOffer, judge
+from swarmtrain.coordinator.members import MAX_USELESS, Member, Members
+from swarmtrain.wire.messages import Enroll, Hop, Verdict
+
+SIGN = Enroll("run", 1, "serving", "1", 5, "d5", 0.0, 0.0, 0.0, 0.0, "", "")
+BOOK = StageBook(digest="d5")
+
+
+def told(sign: Enroll, *, step: int = 5, book: StageBook = BOOK, decided: int | None = 4, others: str = "") -> Answer:
+    members = Members()
+    members.enroll("a", sign, 0.0)
+    if others:
+        members.enroll("b", replace(SIGN, state=others), 0.0)
+    member = members.get("a")
+    assert member is not None
+    return judge(member, members, step, book, decided=decided, is_over=False)
+
+
+def test_a_peer_with_the_runs_state_serves() -> None:
+    assert told(SIGN).verdict is Verdict.SERVE
+
+
+def test_a_peer_with_another_digest_does_not_serve() -> None:
+    assert told(replace(SIGN, state_digest="zz")).verdict is not Verdict.SERVE
+
+
+def test_after_a_restart_a_digest_that_nobody_has_reported_is_not_held_against_it() -> None:
+    assert told(SIGN, book=StageBook()).verdict is Verdict.SERVE
+
+
+def test_a_peer_just_before_the_last_decision_is_kept() -> None:
+    assert told(replace(SIGN, step=4, state_digest="d4"), decided=4).verdict is Verdict.SERVE
+
+
+def test_a_peer_just_after_the_decision_under_way_is_kept() -> None:
+    assert told(replace(SIGN, step=6, state_digest="d6"), decided=5).verdict is Verdict.SERVE
+
+
+def test_after_a_rollback_a_peer_one_step_ahead_goes_back() -> None:
+    book = StageBook("d5", checkpoint=StateOffer(5, "d5", ("coordinator",)))
+    answer = told(replace(SIGN, step=6, state_digest="d6"), book=book, decided=None)
+    assert answer.verdict is Verdict.SYNC
+    assert answer.offer == book.checkpoint
+
+
+def test_after_a_rollback_to_the_beginning_the_state_follows_from_the_seed() -> None:
+    answer = told(replace(SIGN, step=6), step=0, book=StageBook(), decided=None)
+    assert answer.verdict is Verdict.SYNC
+    assert answer.offer == StateOffer(0, "", ())
+
+
+def test_a_newcomer_waits_while_others_have_the_state_and_fetches_what_they_keep() -> None:
+    newcomer = replace(SIGN, state="syncing", step=0, state_digest="")
+    assert told(newcomer, others="serving").verdict is Verdict.WAIT
+    members = Members()
+    members.enroll("a", newcomer, 0.0)
+    members.listen(1, 5)
+    book = StageBook("d5", snapshot=StateOffer(5, "d5", ("b",)))
+    assert verdict(members, book) is Verdict.SYNC
+    members.stop_listening(("a", "1"))  # it missed a reduction: the old snapshot does not help it any more
+    assert verdict(members, book) is Verdict.WAIT
+
+
+def verdict(members: Members, book: StageBook) -> Verdict:
+    member = members.get("a")
+    assert member is not None
+    return judge(member, members, 6, book, decided=5, is_over=False).verdict
+
+
+def test_a_newcomer_in_the_middle_of_a_download_is_not_sent_to_another_state() -> None:
+    members = Members()
+    members.enroll("a", replace(SIGN, state="syncing", step=0), 0.0)
+    members.listen(1, 5)
+    members.listen(1, 9)
+    member = members.get("a")
+    assert member is not None
+    assert member.listening_from == 5
+
+
+def test_whom_the_others_cannot_work_with_must_fetch_the_state_again() -> None:
+    members = Members()
+    members.enroll("a", SIGN, 0.0)
+    members.remove("a", must_sync=True)
+    members.enroll("a", SIGN, 1.0)
+    assert verdict(members, BOOK) is Verdict.WAIT
+    members.enroll("a", replace(SIGN, state="syncing"), 2.0)
+    members.enroll("a", replace(SIGN, step=6), 3.0)
+    assert verdict(members, StageBook("d5")) is Verdict.SERVE
+
+
+def test_a_lost_peer_that_comes_back_before_the_decision_is_told_of_it() -> None:
+    members = Members()
+    members.enroll("a", SIGN, 0.0)
+    members.remove("a")
+    members.enroll("a", SIGN, 1.0)
+    assert verdict(members, BOOK) is Verdict.SERVE
+
+
+def test_only_what_a_living_incarnation_did_on_its_own_stage_counts() -> None:
+    members = Members()
+    members.enroll("a", SIGN, 0.0)
+    assert members.counts(Hop(1, "a", "1"))
+    assert not members.counts(Hop(2, "a", "1"))
+    assert not members.counts(Hop(1, "a", "2"))
+    assert not members.counts(Hop(1, "b", "1"))
+    members.enroll("a", replace(SIGN, state="syncing"), 1.0)
+    assert not members.counts(Hop(1, "a", "1"))
+
+
+def test_the_memory_of_useless_peers_is_bounded() -> None:
+    members = Members()
+    for number in range(MAX_USELESS + 10):
+        members.enroll(f"p{number}", SIGN, 0.0)
+        members.remove(f"p{number}", must_sync=True)
+    assert len(members._useless) == MAX_USELESS
+
+
+def test_a_member_is_what_its_newest_sign_says() -> None:
+    members = Members()
+    members.enroll("a", SIGN, 0.0)
+    member = members.get("a")
+    assert isinstance(member, Member)
+    assert (member.stage, member.step, member.state) == (1, 5, "serving")
+
+
+def test_who_could_not_be_heard_is_not_silent() -> None:
+    members = Members()
+    members.enroll("a", SIGN, 0.0)
+    assert [member.peer_id for member in members.silent(30.0)] == ["a"]
+    members.excuse(25.0)
+    assert members.silent(30.0) == []

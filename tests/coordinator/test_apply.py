@@ -1,0 +1,131 @@
+"""A decision is carried out at whoever shows up, and a lost answer is made good by a sign of life."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from swarmtrain.coordinator.admission import StageBook
+from swarmtrain.coordinator.apply import Applies, StepResult
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.journal import Decision, Journal
+from swarmtrain.coordinator.members import Member
+from swarmtrain.coordinator.prepare import PreparedStage
+from swarmtrain.net.errors import CallRefused, LinkClosed
+from swarmtrain.observe.events import Events
+from swarmtrain.wire.messages import Applied, Apply, Code, Enroll
+
+SIGN = Enroll("run", 0, "serving", "1", 3, "d3", 0.0, 0.0, 0.0, 0.0, "", "")
+DECISION = Decision(3, 1, 1.0, 1.0, 1.0, 0.1, (("sum", 1.0),), {0: {("a", "1"): [0]}}, {0: 1.0})
+
+Answer = Callable[[Apply], Applied]
+
+
+class Swarm:
+    """A coordinator with one stage and one peer, whose answers to `Apply` are given in order."""
+
+    def __init__(self, directory: Path, *answers: Answer) -> None:
+        self._answers = list(answers)
+        self.num_told = 0
+        self._told = asyncio.Event()
+        nothing = cast(Any, None)
+        self.context = RunContext(
+            manifest=nothing,
+            run_id="run",
+            term=1,
+            node=cast(Any, self),
+            dispatcher=nothing,
+            journal=Journal(directory / "journal.sqlite"),
+            sampler=nothing,
+            events=Events(),
+            step=3,
+            decided=DECISION,
+            stages=[StageBook("d3")],
+        )
+        self.applies = Applies(self.context)
+        self.enroll(SIGN)
+
+    async def call(self, peer_id: str, request: Apply, deadline_s: float, *, expect: type[Any]) -> Applied:
+        self.num_told += 1
+        self._told.set()
+        return self._answers.pop(0)(request)
+
+    def enroll(self, sign: Enroll) -> Member:
+        self.context.members.enroll("a", sign, 0.0)
+        member = self.context.members.get("a")
+        assert member is not None
+        return member
+
+    async def carry_out(self) -> asyncio.Task[StepResult]:
+        member = self.context.members.get("a")
+        assert member is not None
+        prepared = PreparedStage(0, "sum", 1.0, (member,), {("a", "1"): [0]}, ())
+        task = asyncio.create_task(self.applies.carry_out(DECISION, [prepared], checkpoint=False))
+        await self._told.wait()
+        await asyncio.gather(*self.context.background)
+        return task
+
+
+def cut(request: Apply) -> Applied:
+    raise LinkClosed("cut")
+
+
+def unprepared(request: Apply) -> Applied:
+    raise CallRefused(Code.UNPREPARED)
+
+
+def applied(request: Apply) -> Applied:
+    return Applied(request.step + 1, "d4")
+
+
+async def shows_up(swarm: Swarm, sign: Enroll) -> None:
+    swarm.applies.tell(swarm.enroll(sign))
+    await swarm.context.notify()
+
+
+def test_an_answer_that_was_lost_is_made_good_by_a_sign_of_life(tmp_path: Path) -> None:
+    async def main() -> StepResult:
+        swarm = Swarm(tmp_path, cut)
+        task = await swarm.carry_out()
+        assert not task.done()
+        await shows_up(swarm, replace(SIGN, step=4, state_digest="d4"))
+        return await task
+
+    assert asyncio.run(main()).state_digests == ("d4",)
+
+
+def test_a_peer_that_has_not_heard_the_decision_is_told_again(tmp_path: Path) -> None:
+    async def main() -> tuple[StepResult, int]:
+        swarm = Swarm(tmp_path, cut, applied)
+        task = await swarm.carry_out()
+        await shows_up(swarm, SIGN)
+        return await task, swarm.num_told
+
+    result, num_told = asyncio.run(main())
+    assert (result.state_digests, num_told) == (("d4",), 2)
+
+
+def test_a_peer_that_was_given_up_meanwhile_is_told_all_the_same(tmp_path: Path) -> None:
+    async def main() -> StepResult:
+        swarm = Swarm(tmp_path, cut, applied)
+        task = await swarm.carry_out()
+        swarm.context.members.remove("a")
+        await shows_up(swarm, SIGN)
+        return await task
+
+    assert asyncio.run(main()).state_digests == ("d4",)
+
+
+def test_a_peer_without_the_sum_must_fetch_the_state_and_is_not_told_again(tmp_path: Path) -> None:
+    async def main() -> tuple[bool, int]:
+        swarm = Swarm(tmp_path, unprepared)
+        task = await swarm.carry_out()
+        member = swarm.enroll(SIGN)
+        swarm.applies.tell(member)
+        task.cancel()
+        return member.must_sync, swarm.num_told
+
+    assert asyncio.run(main()) == (True, 1)

@@ -1,0 +1,64 @@
+"""Who is left out when peers that live cannot reduce together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swarmtrain.coordinator.blame import MAX_STRIKES, Blame, Reply
+from swarmtrain.coordinator.members import Member
+from swarmtrain.net.errors import CallRefused, NetError
+from swarmtrain.wire.messages import Prepared, Unprepared
+
+MEMBER = Member("a", "1", 0, "serving", 3, "", 0.0, 0.0, 0.0, "", 0.0)
+A, B, C = (replace(MEMBER, peer_id=name) for name in "abc")
+GOOD = Prepared(1.0, "x")
+
+
+def complains(*suspects: str) -> Unprepared:
+    return Unprepared(b"", suspects, "no answer")
+
+
+def left_out(replies: list[Reply], *, times: int = MAX_STRIKES) -> list[Member]:
+    blame, found = Blame(), []
+    for _ in range(times):
+        found = blame.attempt([A, B, C], replies)
+    return found
+
+
+def test_one_failure_is_forgiven() -> None:
+    assert left_out([complains("b"), GOOD, None], times=1) == []
+
+
+def test_a_peer_that_another_cannot_reach_is_left_out_at_the_second_time() -> None:
+    assert left_out([complains("b"), None, None]) == [B]
+
+
+def test_a_peer_that_reaches_nobody_is_left_out_itself_and_not_the_others() -> None:
+    assert left_out([complains("b", "c"), complains("a"), complains("a")]) == [A]
+    assert left_out([complains("b", "c"), None, None]) == [A]
+
+
+def test_missing_microbatches_are_no_complaint() -> None:
+    assert left_out([Unprepared(b"\0\0\0\0", (), "not in the ledger"), None, None], times=9) == []
+
+
+def test_a_dead_peer_is_not_blamed_twice() -> None:
+    assert left_out([NetError("gone"), GOOD, GOOD], times=9) == []
+
+
+def test_who_refuses_again_and_again_is_left_out() -> None:
+    assert left_out([GOOD, CallRefused("bad-roster"), GOOD]) == [B]
+
+
+def test_strangers_and_the_accuser_itself_cannot_be_accused() -> None:
+    assert left_out([complains("a", "zz"), None, None], times=9) == []
+
+
+def test_the_minority_is_left_out_when_sums_differ() -> None:
+    assert left_out([GOOD, Prepared(1.0, "y"), GOOD]) == [B]
+
+
+def test_two_that_disagree_do_not_go_on_for_ever() -> None:
+    blame = Blame()
+    found = [blame.attempt([A, B], [GOOD, Prepared(1.0, "y")]) for _ in range(MAX_STRIKES)]
+    assert len(found[-1]) == 1

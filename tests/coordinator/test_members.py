@@ -1,0 +1,113 @@
+"""Who is there: signs of life, restarts, losses. Times are given."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmtrain.coordinator.members import MAX_USELESS, SILENT_S, Members
+from swarmtrain.wire.messages import Enroll, Hop
+
+
+def sign(*, life: str = "a", stage: int = 0, state: str = "serving", step: int = 0, digest: str = "") -> Enroll:
+    return Enroll("run", stage, state, life, step, digest, 1.0, 2.0, 0.0, 0.0, "name", "0")
+
+
+def test_a_sign_of_life_makes_a_member_and_silence_ends_it() -> None:
+    members = Members()
+    assert members.enroll("p", sign(), now=0.0) is None
+    assert members.silent(SILENT_S) == []
+    assert [member.peer_id for member in members.silent(SILENT_S + 0.1)] == ["p"]
+    members.enroll("p", sign(), now=5.0)
+    assert members.silent(SILENT_S + 0.1) == []
+
+
+def test_a_restart_is_noticed_and_so_is_another_stage() -> None:
+    members = Members()
+    members.enroll("p", sign(life="a"), now=0.0)
+    former = members.enroll("p", sign(life="b"), now=1.0)
+    assert former is not None
+    assert former.incarnation == "a"
+    former = members.enroll("p", sign(life="b", stage=2), now=2.0)
+    assert former is not None
+    assert former.stage == 0
+    assert members.enroll("p", sign(life="b", stage=2), now=3.0) is None
+
+
+def test_a_sign_that_crossed_an_apply_does_not_take_a_serving_peer_back() -> None:
+    members = Members()
+    members.enroll("p", sign(step=3, digest="x"), now=0.0)
+    members.note_step("p", 4, "y")
+    members.enroll("p", sign(step=3, digest="x"), now=1.0)
+    member = members.get("p")
+    assert member is not None
+    assert (member.step, member.state_digest) == (4, "y")
+
+
+def test_who_syncs_is_believed_when_it_says_that_it_is_behind() -> None:
+    members = Members()
+    members.enroll("p", sign(step=3, digest="x"), now=0.0)
+    members.note_step("p", 4, "y")
+    members.enroll("p", sign(state="syncing", step=0), now=1.0)
+    member = members.get("p")
+    assert member is not None
+    assert member.step == 0
+
+
+def test_a_useless_incarnation_that_comes_back_is_known_until_it_has_synced() -> None:
+    members = Members()
+    members.enroll("p", sign(), now=0.0)
+    members.remove("p", must_sync=True)
+    members.enroll("p", sign(), now=1.0)
+    assert members.get("p").must_sync  # type: ignore[union-attr]
+    members.enroll("p", sign(state="syncing"), now=2.0)
+    members.enroll("p", sign(), now=3.0)
+    assert not members.get("p").must_sync  # type: ignore[union-attr]
+
+
+def test_only_those_who_wait_for_a_state_listen_and_each_from_its_own_step() -> None:
+    members = Members()
+    members.enroll("waiting", sign(state="syncing"), now=0.0)
+    members.enroll("serving", sign(), now=0.0)
+    members.listen(0, 5)
+    members.enroll("later", sign(state="syncing"), now=1.0)
+    members.listen(0, 7)
+    assert {m.peer_id: m.listening_from for m in members.everybody()} == {"waiting": 5, "serving": None, "later": 7}
+    members.enroll("waiting", sign(state="syncing"), now=2.0)  # a sign of life keeps it
+    assert members.get("waiting").listening_from == 5  # type: ignore[union-attr]
+    members.enroll("waiting", sign(), now=3.0)  # one who serves listens no more
+    assert members.get("waiting").listening_from is None  # type: ignore[union-attr]
+
+
+def test_a_hop_counts_only_for_the_incarnation_and_stage_that_is_there() -> None:
+    members = Members()
+    members.enroll("p", sign(life="a", stage=1), now=0.0)
+    assert members.counts(Hop(1, "p", "a"))
+    assert not members.counts(Hop(1, "p", "b"))
+    assert not members.counts(Hop(0, "p", "a"))
+    assert not members.counts(Hop(1, "q", "a"))
+    members.enroll("p", sign(life="a", stage=1, state="syncing"), now=1.0)
+    assert not members.counts(Hop(1, "p", "a"))
+
+
+def test_the_useless_are_remembered_within_bounds() -> None:
+    members = Members()
+    for number in range(MAX_USELESS + 10):
+        members.enroll(f"p{number}", sign(), now=0.0)
+        members.remove(f"p{number}", must_sync=True)
+    assert len(members._useless) == MAX_USELESS
+    assert members.everybody() == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.sampled_from(["serving", "syncing", "paused"]))))
+def test_every_peer_is_in_one_place_at_a_time(signs: list[tuple[int, int, str]]) -> None:
+    members = Members()
+    for time, (peer, stage, state) in enumerate(signs):
+        members.enroll(f"p{peer}", sign(stage=stage, state=state), now=float(time))
+    last = {f"p{peer}": (stage, state) for peer, stage, state in signs}
+    assert {m.peer_id: (m.stage, m.state) for m in members.everybody()} == last
+    for stage in range(3):
+        found = members.of_stage(stage, "serving")
+        assert [m.peer_id for m in found] == sorted(p for p, place in last.items() if place == (stage, "serving"))
+        assert (stage in members.empty_stages(3)) == (not found)

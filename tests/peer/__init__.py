@@ -1,0 +1,1 @@
+"""Tests of swarmtrain.peer: the parts that need no daemons."""

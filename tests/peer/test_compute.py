@@ -1,0 +1,127 @@
+"""The compute thread: one job at a time, in the order of kind and age; errors and cancellations stay with their job."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmtrain.peer.compute import ComputeThread, Kind
+
+
+def with_thread(main: Callable[[ComputeThread], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            compute = ComputeThread()
+            try:
+                await main(compute)
+            finally:
+                await compute.stop()
+
+    asyncio.run(bounded())
+
+
+async def held(compute: ComputeThread, submit: Callable[[], list[Coroutine[Any, Any, Any]]]) -> list[Any]:
+    """Submit jobs while the thread is busy with one, so that they are sorted before any of them runs."""
+    busy, go = threading.Event(), threading.Event()
+
+    def occupy() -> None:
+        busy.set()
+        assert go.wait(20)
+
+    first = asyncio.create_task(compute.run(Kind.STEP, -1, occupy))
+    await asyncio.to_thread(busy.wait, 20)
+    tasks = [asyncio.create_task(item) for item in submit()]
+    await asyncio.sleep(0)  # every task runs up to its await: its job is queued
+    assert compute.backlog() == len(tasks)
+    go.set()
+    await first
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from(list(Kind)), st.integers(0, 5)), min_size=1, max_size=20))
+def test_jobs_run_by_kind_then_age_then_arrival(wanted: list[tuple[Kind, int]]) -> None:
+    ran: list[int] = []
+
+    async def main(compute: ComputeThread) -> None:
+        await held(
+            compute,
+            lambda: [compute.run(kind, age, lambda i=i: ran.append(i)) for i, (kind, age) in enumerate(wanted)],
+        )
+
+    with_thread(main)
+    assert ran == sorted(range(len(wanted)), key=lambda i: (*wanted[i], i))
+
+
+def test_a_failing_job_fails_its_caller_and_nobody_else() -> None:
+    async def main(compute: ComputeThread) -> None:
+        def fail() -> None:
+            raise ValueError("no")
+
+        results = await held(
+            compute, lambda: [compute.run(Kind.FORWARD, 0, fail), compute.run(Kind.FORWARD, 1, lambda: 7)]
+        )
+        assert isinstance(results[0], ValueError)
+        assert results[1].value == 7
+
+    with_thread(main)
+
+
+def test_a_cancelled_job_that_waits_does_not_run() -> None:
+    ran: list[str] = []
+
+    async def main(compute: ComputeThread) -> None:
+        busy, go = threading.Event(), threading.Event()
+        first = asyncio.create_task(compute.run(Kind.STEP, -1, lambda: (busy.set(), go.wait(20))))
+        await asyncio.to_thread(busy.wait, 20)
+        doomed = asyncio.create_task(compute.run(Kind.FORWARD, 0, lambda: ran.append("doomed")))
+        kept = asyncio.create_task(compute.run(Kind.FORWARD, 1, lambda: ran.append("kept")))
+        await asyncio.sleep(0)
+        doomed.cancel()
+        await asyncio.gather(doomed, return_exceptions=True)
+        go.set()
+        await asyncio.gather(first, kept)
+
+    with_thread(main)
+    assert ran == ["kept"]
+
+
+def test_times_are_told_and_kept_apart() -> None:
+    async def main(compute: ComputeThread) -> None:
+        timed = await compute.run(Kind.FORWARD, 0, lambda: 3)
+        assert timed.value == 3
+        assert timed.queue_s >= 0
+        assert timed.run_s >= 0
+        assert compute.times.count[Kind.FORWARD] == 1
+        assert compute.times.count[Kind.BACKWARD] == 0
+        assert compute.backlog_s() == 0
+
+    with_thread(main)
+
+
+def test_stopping_drops_what_waits_and_takes_nothing_more() -> None:
+    ran: list[int] = []
+
+    async def main(compute: ComputeThread) -> None:
+        busy, go = threading.Event(), threading.Event()
+        first = asyncio.create_task(compute.run(Kind.STEP, -1, lambda: (busy.set(), go.wait(20))))
+        await asyncio.to_thread(busy.wait, 20)
+        waiting = asyncio.create_task(compute.run(Kind.FORWARD, 0, lambda: ran.append(0)))
+        await asyncio.sleep(0)
+        stopping = asyncio.create_task(compute.stop())
+        await asyncio.sleep(0)
+        go.set()
+        await stopping
+        results = await asyncio.gather(first, waiting, return_exceptions=True)
+        assert isinstance(results[1], asyncio.CancelledError)
+        with pytest.raises(RuntimeError):
+            await compute.run(Kind.FORWARD, 1, lambda: ran.append(1))
+
+    with_thread(main)
+    assert ran == []

@@ -1,0 +1,1 @@
+"""Tests of swarmtrain.reduce: the parts that need no daemons."""

@@ -1,0 +1,43 @@
+"""Who owns what: everything has exactly one owner, whatever the sizes and bandwidths."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmtrain.reduce.partition import PIECE_ELEMENTS, cut, owned_elements
+
+RATES = st.lists(st.one_of(st.just(0.0), st.floats(1e3, 1e10)), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.integers(1, 10**9), RATES)
+def test_shares_make_up_the_whole_and_none_is_negative(size: int, rates: list[float]) -> None:
+    owned = owned_elements(size, rates)
+    assert len(owned) == len(rates)
+    assert sum(owned) == size
+    assert min(owned) >= 0
+
+
+def test_peers_of_equal_bandwidth_own_about_equal_parts() -> None:
+    owned = owned_elements(10_000, [5e6] * 4)
+    assert max(owned) - min(owned) <= 10_000 * 0.01
+
+
+def test_a_much_slower_peer_owns_less() -> None:
+    slow, *fast = owned_elements(1_000_000, [1e5, 1e7, 1e7])
+    assert slow < min(fast) / 2
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.integers(0, 3 * PIECE_ELEMENTS), min_size=1, max_size=6))
+def test_pieces_cover_everything_once_in_order(owned: list[int]) -> None:
+    pieces = cut(owned)
+    at = 0
+    sizes = dict.fromkeys(range(len(owned)), 0)
+    for number, piece in enumerate(pieces):
+        assert (piece.index, piece.start) == (number, at)
+        assert 0 < piece.stop - piece.start <= PIECE_ELEMENTS
+        sizes[piece.owner] += piece.stop - piece.start
+        at = piece.stop
+    assert list(sizes.values()) == owned

@@ -1,0 +1,1 @@
+"""What a manifest accepts, refuses and means."""

@@ -1,0 +1,1 @@
+"""Real daemons, real libp2p, real signals."""

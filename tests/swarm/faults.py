@@ -1,0 +1,55 @@
+"""Swarms that break at named points: armed peers, proof that the fault happened, and holding a run still."""
+
+from __future__ import annotations
+
+import signal
+
+from swarmtrain.run.manifest import Manifest
+
+from .harness import Daemon, Swarm, ask_daemon, tiny
+
+NUM_STAGES = 3
+
+
+def three_stages(*overrides: str) -> Manifest:
+    """First, middle and last: three stages of one small layer."""
+    return tiny("stages.count=3", "model.num_layers=3", *overrides)
+
+
+def start_armed(swarm: Swarm, stage: int, faults: str) -> Daemon:
+    """A peer that breaks as `faults` says."""
+    return swarm.start_peer(stage, "--enable-test-faults", environment={"SWARMTRAIN_FAULTS": faults})
+
+
+def restart_coordinator(swarm: Swarm, faults: str = "") -> Daemon:
+    """The coordinator once more on its state directory, with faults before it."""
+    if not faults:
+        return swarm.start_coordinator()
+    before = swarm.environment
+    swarm.environment = {**before, "SWARMTRAIN_FAULTS": faults}
+    try:
+        return swarm.start_coordinator("--enable-test-faults")
+    finally:
+        swarm.environment = before
+
+
+def wait_killed(swarm: Swarm, daemon: Daemon, point: str) -> None:
+    """The fault happened: the daemon says so in its log, and SIGKILL ended it."""
+    swarm.wait_until(lambda: not daemon.is_running, f"{daemon.name} is killed at {point}")
+    assert daemon.process.returncode == -signal.SIGKILL
+    assert f"test fault: kill at {point}" in daemon.log.read_text()
+
+
+def hold(peer: Daemon) -> None:
+    """Have the only peer of a stage take no work: the run stands still."""
+    ask_daemon(peer.state_dir, "pause")
+
+
+def release(peer: Daemon) -> None:
+    """Let a held run go on."""
+    ask_daemon(peer.state_dir, "resume")
+
+
+def last_step(swarm: Swarm) -> int:
+    """Steps applied so far."""
+    return max((event["step"] for event in swarm.events("step_applied")), default=0)

@@ -1,0 +1,141 @@
+"""The coordinator dies, or all do: the run goes on where it was, and ends in the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from swarmtrain.errors import ExitCode
+from swarmtrain.run.invite import parse_invite
+
+from .comparison import References, assert_equals_reference, assert_same_weights
+from .faults import NUM_STAGES, hold, last_step, release, restart_coordinator, three_stages, wait_killed
+from .harness import Swarm, until
+
+pytestmark = [pytest.mark.swarm, pytest.mark.long]
+
+
+@contextmanager
+def armed_coordinator(swarm: Swarm, faults: str) -> Iterator[Swarm]:
+    """A swarm whose first coordinator breaks as `faults` says."""
+    try:
+        restart_coordinator(swarm, faults)
+        for index in range(swarm.num_peers):
+            swarm.start_peer(index % swarm.manifest.stages.count)
+        yield swarm
+    finally:
+        swarm.close()
+
+
+@pytest.mark.parametrize("point", ["before-decision:2", "after-decision:2", "after-step:3", "checkpoint-write:2"])
+def test_a_coordinator_killed_at_a_point_of_a_step_is_replaced(place: Path, reference: References, point: str) -> None:
+    manifest = three_stages("schedule.steps=6", "checkpoint.every=3")
+    with armed_coordinator(Swarm(manifest, place, num_peers=NUM_STAGES), f"{point}:kill") as swarm:
+        wait_killed(swarm, swarm.coordinator, point.split(":")[0])
+        swarm.start_coordinator()
+        swarm.wait_end()
+        assert not swarm.events("run_rolled_back")
+        assert_equals_weights_and_audit(swarm, reference)
+        every_one = manifest.schedule.steps * manifest.batch.microbatches_per_step
+        for peer in swarm.peers:  # nothing that was finished is computed again
+            assert swarm.wait(peer, "peer_ended")["forwards"] == every_one
+
+
+def assert_equals_weights_and_audit(swarm: Swarm, reference: References) -> None:
+    """As `assert_equals_reference`, without the reported losses: a step may be applied and never be reported."""
+    assert_same_weights(swarm.checkpoint(), reference(swarm.manifest).checkpoint)
+    found = swarm.audit()
+    assert found.passed, found.faults
+    assert found.num_steps == swarm.manifest.schedule.steps
+
+
+def kill_coordinator_often(place: Path, reference: References, times: int) -> None:
+    manifest = three_stages(f"schedule.steps={3 * times}", "checkpoint.every=4")
+    rng = random.Random(times)
+    points = ("before-decision", "after-decision", "after-step")
+    faults = [f"{rng.choice(points)}:{rng.randint(1, 2)}:kill" for _ in range(times)]
+    with armed_coordinator(Swarm(manifest, place, num_peers=NUM_STAGES + 1), faults[0]) as swarm:
+        for number, fault in enumerate(faults):
+            wait_killed(swarm, swarm.coordinator, fault.split(":")[0])
+            restart_coordinator(swarm, faults[number + 1] if number + 1 < times else "")
+        swarm.wait_end()
+        assert len([daemon for daemon in swarm.daemons if daemon.stage < 0]) == times + 1
+        assert_equals_weights_and_audit(swarm, reference)
+
+
+def test_a_coordinator_killed_again_and_again(place: Path, reference: References) -> None:
+    kill_coordinator_often(place, reference, 3)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_coordinator_killed_twenty_times(place: Path, reference: References) -> None:
+    kill_coordinator_often(place, reference, 20)
+
+
+def test_all_processes_killed_twice(place: Path, reference: References) -> None:
+    manifest = three_stages("schedule.steps=14", "checkpoint.every=4")
+    with Swarm(manifest, place, num_peers=NUM_STAGES) as swarm:
+        for step in (5, 9):
+            swarm.wait_step(step)
+            for daemon in swarm.daemons:
+                if daemon.is_running:
+                    daemon.kill()
+            swarm.start_coordinator()
+            for stage in range(NUM_STAGES):
+                swarm.start_peer(stage, name=f"peer{stage}")
+        swarm.wait_end()
+        assert_equals_reference(swarm, reference(manifest))
+        rolled_back = swarm.events("run_rolled_back")
+        assert rolled_back
+        assert all(event["to_step"] >= 4 for event in rolled_back)
+
+
+@pytest.mark.parametrize("every", [0, 4])
+def test_a_stage_without_peers_stops_the_run_until_somebody_joins(
+    place: Path, reference: References, every: int
+) -> None:
+    manifest = three_stages("schedule.steps=12", f"checkpoint.every={every}")
+    with Swarm(manifest, place, num_peers=NUM_STAGES) as swarm:
+        swarm.wait_step(6)
+        swarm.peers[1].kill()
+        swarm.wait_until(
+            lambda: any("stage 1 has no peers since" in event["reason"] for event in swarm.events("run_waits")),
+            "the coordinator says that stage 1 has no peers",
+        )
+        assert not swarm.events("run_rolled_back")
+        stopped_at = last_step(swarm)
+        swarm.start_peer(1)
+        went_back = swarm.wait(None, "run_rolled_back")
+        assert went_back["to_step"] == (4 * (stopped_at // 4) if every else 0)
+        swarm.wait_end()
+        assert_equals_reference(swarm, reference(manifest))
+
+
+def test_another_machine_takes_over_under_a_higher_term(place: Path, reference: References) -> None:
+    manifest = three_stages("schedule.steps=12")
+    with Swarm(manifest, place, num_peers=NUM_STAGES) as swarm:
+        swarm.wait_step(3)
+        gate = swarm.peers[2]
+        hold(gate)
+        former = swarm.coordinator
+        addresses = parse_invite(swarm.invite()).bootstrap
+        elsewhere = place / "elsewhere"
+        elsewhere.mkdir()
+        with sqlite3.connect(swarm.coordinator_dir / "journal.sqlite") as journal:
+            journal.execute("VACUUM INTO ?", (str(elsewhere / "journal.sqlite"),))
+        shutil.copy(swarm.coordinator_dir / "run.key", elsewhere)
+        swarm.coordinator_name = "elsewhere"
+        swarm.start_coordinator("--bootstrap", addresses[0])
+        until(lambda: not former.is_running, "the former coordinator has noticed")
+        assert former.process.returncode == ExitCode.REFUSED
+        assert "ST-SUPERSEDED" in former.log.read_text()
+        release(gate)
+        swarm.wait_end()
+        assert_equals_weights_and_audit(swarm, reference)

@@ -1,0 +1,197 @@
+"""Daemons as processes: nothing is left behind, whatever ends them; they come back on their state directory."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarmtrain.checkpoint import open_checkpoint
+
+from .comparison import References, assert_equals_reference, assert_same_weights
+from .harness import PATIENCE, REPOSITORY, WAIT_S, Daemon, Swarm, clean_environment, swarmtrain, tiny, until
+
+pytestmark = pytest.mark.swarm
+
+GONE_S = 5.0  # how long libp2p's daemon may outlive its parent
+
+
+def ports(process: psutil.Process) -> list[int]:
+    """TCP ports on which a process listens."""
+    return [item.laddr.port for item in process.net_connections("tcp") if item.status == psutil.CONN_LISTEN]
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def killed_without_trace(daemon: Daemon) -> None:
+    """SIGKILL; its child goes, and its ports are free again."""
+    children = daemon.children()
+    listening = [port for child in children for port in ports(child)]
+    assert children
+    assert listening
+    assert not any(is_free(port) for port in listening)
+    daemon.kill()
+    _, alive = psutil.wait_procs(children, timeout=GONE_S * PATIENCE)
+    assert not alive
+    assert all(is_free(port) for port in listening)
+
+
+@pytest.mark.long
+def test_killed_daemons_leave_nothing_and_come_back_on_their_state_directory(
+    place: Path, reference: References
+) -> None:
+    manifest = tiny("schedule.steps=200", "checkpoint.every=10")
+    with Swarm(manifest, place, num_peers=5) as swarm:
+        spare = swarm.peers[4]
+        swarm.wait_step(1)
+        identity = spare.status()["peer"]
+        killed_without_trace(spare)
+        again = swarm.start_peer(spare.stage, name=spare.name)
+        swarm.wait_serving(again)  # a peer that starts while its only bootstrap peer is away gives up
+        killed_without_trace(swarm.coordinator)
+        invite = swarm.invite()
+        swarm.start_coordinator()
+        assert swarm.invite() == invite  # same identity, same ports
+        assert again.has("phase_reached", phase="identity", detail=identity)
+        swarm.wait_end()
+        assert_equals_reference(swarm, reference(manifest))
+
+
+def test_sigterm_ends_a_peer_and_the_coordinator_in_time_with_code_0(place: Path) -> None:
+    with Swarm(tiny("schedule.steps=100000"), place, num_peers=5) as swarm:
+        swarm.wait_step(1)
+        spare = swarm.peers[4]
+        children = spare.children()
+        assert spare.end(timeout_s=25) == 0  # its --drain-timeout is 20 s
+        assert spare.phases()[-2:] == ["draining", "gone"]
+        step = swarm.coordinator.status()["step"]
+        swarm.wait_step(step + 2)  # nobody waits for who has left
+        assert swarm.coordinator.end(timeout_s=15) == 0
+        for peer in swarm.living():
+            children += peer.children()
+            assert peer.end(timeout_s=25) == 0
+        _, alive = psutil.wait_procs(children, timeout=GONE_S * PATIENCE)
+        assert not alive
+        for daemon in swarm.daemons:
+            assert not (daemon.state_dir / "control.sock").exists()
+
+
+@contextmanager
+def local(place: Path, *extra: str) -> Iterator[subprocess.Popen[str]]:
+    """`swarmtrain local --json` of a tiny run; whatever is left of it in the end is killed."""
+    manifest = place / "tiny.toml"
+    manifest.write_text(tiny(*extra).canonical())
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "swarmtrain",
+            "local",
+            str(manifest),
+            "--peers",
+            "5",
+            "--json",
+            "--state-dir",
+            str(place / "s"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=(place / "local.log").open("w"),
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env=clean_environment({"XDG_STATE_HOME": str(place / "home")}),
+        cwd=REPOSITORY,
+        start_new_session=True,
+    )
+    family: list[psutil.Process] = []
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+        process.wait()
+        for child in family:
+            if child.is_running():
+                child.kill()
+
+
+def first_step(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Wait until a step was applied; everything that has been started by then."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "loss" in json.loads(line):
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert len(family) == 2 * 6  # a coordinator, five peers, and libp2p's daemon of each
+            return family
+    raise AssertionError("it ended without a step")
+
+
+def test_killing_local_leaves_nothing(place: Path) -> None:
+    with local(place, "schedule.steps=100000") as process:
+        family = first_step(process)
+        process.kill()
+        _, alive = psutil.wait_procs(family, timeout=2 * GONE_S * PATIENCE)
+        assert not alive
+
+
+def test_a_daemon_whose_parent_went_while_it_was_loading_goes_as_well(place: Path) -> None:
+    command = f"SWARMTRAIN_DIE_WITH_PARENT=$$ {sys.executable} -m swarmtrain coordinator nano --state-dir {place / 'c'}"
+    shell = subprocess.run(
+        ["sh", "-c", f"{command} > /dev/null 2>&1 & echo $!"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=clean_environment({"XDG_STATE_HOME": str(place)}),
+        cwd=REPOSITORY,
+        timeout=20 * PATIENCE,
+    )
+    orphan = int(shell.stdout)
+    until(lambda: not psutil.pid_exists(orphan), "it has gone by itself")
+    assert not (place / "c" / "journal.sqlite").exists()  # before it did anything
+
+
+def test_ctrl_c_drains_local_and_leaves_nothing(place: Path) -> None:
+    with local(place, "schedule.steps=100000") as process:
+        family = first_step(process)
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60 * PATIENCE)
+        assert process.returncode == 0
+        gone = [json.loads(line) for line in rest.splitlines() if '"phase": "gone"' in line]
+        assert len(gone) == 5
+        _, alive = psutil.wait_procs(family, timeout=GONE_S * PATIENCE)
+        assert not alive
+
+
+def test_local_and_train_print_the_same_steps_and_end_in_the_same_bits(place: Path) -> None:
+    with local(place, "schedule.steps=5") as process:
+        text, _ = process.communicate(timeout=WAIT_S * PATIENCE)
+        assert process.returncode == 0
+    ours = [json.loads(line) for line in text.splitlines()]
+    trained = swarmtrain("train", str(place / "tiny.toml"), "--threads", "1", "--json", "--out", str(place / "train"))
+    theirs = [json.loads(line) for line in trained.stdout.splitlines()]
+    steps = [[item for item in lines if "loss" in item] for lines in (ours, theirs)]
+    assert len(steps[0]) == len(steps[1]) == 5
+    for mine, other in zip(*steps, strict=True):
+        assert {key: mine[key] for key in ("step", "loss", "tokens", "grad_norm", "lr")} == {
+            key: other[key] for key in ("step", "loss", "tokens", "grad_norm", "lr")
+        }
+    assert ours[-1]["done"]
+    assert ours[-1]["val_loss"] == theirs[-1]["val_loss"]
+    assert_same_weights(open_checkpoint(Path(ours[-1]["checkpoint"])), open_checkpoint(Path(theirs[-1]["checkpoint"])))
+    assert swarmtrain("audit", str(place / "s")).returncode == 0
