@@ -145,7 +145,7 @@ class Neighbours:
                 continue
             records[peer_id] = parsed
             if peer_id != self._host.peer_id:
-                self._host.learn(parsed.addresses)
+                self._host.learn(parsed.addresses, of=peer_id)
             views.append(
                 PeerView(
                     peer_id=peer_id,

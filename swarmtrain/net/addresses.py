@@ -202,6 +202,11 @@ class Address:
         return int(self.parts[1][1]) if len(self.parts) > 1 and self.parts[1][0] == "tcp" else 0
 
     @property
+    def host(self) -> str:
+        """IP address or name of the first hop."""
+        return self.parts[0][1] if self.parts else ""
+
+    @property
     def is_loopback(self) -> bool:
         """True for 127.0.0.0/8 and ::1."""
         if not self.parts or self.parts[0][0] not in ("ip4", "ip6"):

@@ -15,12 +15,14 @@ import logging
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from swarmtrain.net.addresses import peer_id_from_bytes, peer_id_to_bytes
+from swarmtrain.net.addresses import Address, peer_id_from_bytes, peer_id_to_bytes
 from swarmtrain.net.dht_messages import (
+    MAX_ADDRESS_BYTES,
+    MAX_ADDRESSES,
     MAX_RECORDS_PER_ANSWER,
     Find,
     FoundHere,
@@ -58,6 +60,18 @@ class CallNetwork(Protocol):
     @property
     def peer_id(self) -> str:
         """This end's identity."""
+
+    def addresses(self) -> tuple[str, ...]:
+        """Where this end can be dialed, best first."""
+
+    def known_addresses(self, peer_id: str) -> tuple[str, ...]:
+        """Where a peer can be dialed, as far as this end knows."""
+
+    def learn(self, addresses: Iterable[str], *, of: str | None = None) -> None:
+        """Remember what a peer says of itself."""
+
+    def hear(self, addresses: Iterable[str], *, of: str) -> None:
+        """Remember what others say of a peer, unless something better is known."""
 
     async def call(self, peer_id: str, protocol: str, payload: bytes, *, timeout_s: float) -> bytes:
         """One small call; raises a NetError within `timeout_s`."""
@@ -165,7 +179,7 @@ class DhtNode:
     async def ping(self, peer_id: str) -> bool:
         """True if the peer answers as a node of this DHT; both then know each other."""
         asked_at = self._clock()
-        answer = await self._call(peer_id, "ping", Ping(self._own_name), Pong)
+        answer = await self._call(peer_id, "ping", Ping(self._own_name, self._own_addresses()), Pong)
         if answer is None:
             return False
         answered_at = self._clock()
@@ -199,12 +213,13 @@ class DhtNode:
             suspect = self._suspects.get(peer_id)
             if suspect is not None and suspect.until > self._clock():
                 return None
-            answer = await self._call(peer_id, "find", Find(self._own_name, _place_bytes(key)), FoundHere)
+            question = Find(self._own_name, _place_bytes(key), self._own_addresses())
+            answer = await self._call(peer_id, "find", question, FoundHere)
             if answer is None:
                 return None
             for raw in answer.records:
                 on_record(peer_id, raw)
-            return _checked_neighbours(answer.neighbours)
+            return self._hear_of(answer.neighbours)
 
         return await search(
             key,
@@ -246,7 +261,8 @@ class DhtNode:
     # ---- answers to others ------------------------------------------------------------------------------------------
 
     async def _answer_ping(self, caller: str, payload: bytes) -> bytes:
-        self._note_caller(caller, Ping.unpack(payload).sender)
+        question = Ping.unpack(payload)
+        self._note_caller(caller, question.sender, question.addresses)
         return Pong(self._own_name, self._clock()).pack()
 
     async def _answer_store(self, caller: str, payload: bytes) -> bytes:
@@ -260,13 +276,15 @@ class DhtNode:
 
     async def _answer_find(self, caller: str, payload: bytes) -> bytes:
         question = Find.unpack(payload)
-        self._note_caller(caller, question.sender)
+        self._note_caller(caller, question.sender, question.addresses)
         key = int.from_bytes(question.key, "big")
         records = self.store.get(key)[:MAX_RECORDS_PER_ANSWER]
         while sum(map(len, records)) > MAX_ANSWER_BYTES:  # only with limits far above the default
             records = records[: len(records) // 2]
         near = self._table.nearest(key, BUCKET_SIZE, without=place_of_peer(caller))
-        neighbours = tuple(peer_id_to_bytes(peer_id) for peer_id in near.values())
+        neighbours = tuple(
+            (peer_id_to_bytes(peer_id), _packed(self._network.known_addresses(peer_id))) for peer_id in near.values()
+        )
         return FoundHere(self._own_name, tuple(records), neighbours).pack()
 
     def keep(self, key: int, raw: bytes) -> bool:
@@ -289,11 +307,28 @@ class DhtNode:
 
     # ---- who is there -----------------------------------------------------------------------------------------------
 
-    def _note_caller(self, peer_id: str, name: bytes) -> None:
+    def _note_caller(self, peer_id: str, name: bytes, addresses: tuple[bytes, ...] = ()) -> None:
         if self._is_closed:
             raise HostDownError("this node has left the directory")
         if name == _place_bytes(place_of_peer(peer_id)):  # empty for a client, which wants to stay out of the table
+            self._network.learn(_unpacked(addresses, peer_id), of=peer_id)
             self._enter(peer_id)
+
+    def _own_addresses(self) -> tuple[bytes, ...]:
+        return () if self._client_mode else _packed(self._network.addresses())
+
+    def _hear_of(self, neighbours: tuple[tuple[bytes, tuple[bytes, ...]], ...]) -> dict[int, str]:
+        """Peers that another node named, at the places that follow from their identities."""
+        places = {}
+        for raw, addresses in neighbours:
+            try:
+                peer_id = peer_id_from_bytes(raw)
+            except AddressError:
+                continue
+            if peer_id != self._network.peer_id:
+                self._network.hear(_unpacked(addresses, peer_id), of=peer_id)
+            places[place_of_peer(peer_id)] = peer_id
+        return places
 
     def _note_success(self, peer_id: str, name: bytes) -> None:
         self._suspects.pop(peer_id, None)
@@ -323,13 +358,17 @@ class DhtNode:
         self._table.remove(place_of_peer(peer_id))
 
 
-def _checked_neighbours(raw_peer_ids: tuple[bytes, ...]) -> dict[int, str]:
-    """Peers that another node named, at the places that follow from their identities."""
-    neighbours = {}
-    for raw in raw_peer_ids:
+def _packed(addresses: tuple[str, ...]) -> tuple[bytes, ...]:
+    raw = (Address.parse(text).without_peer().to_bytes() for text in addresses[:MAX_ADDRESSES])
+    return tuple(part for part in raw if len(part) <= MAX_ADDRESS_BYTES)
+
+
+def _unpacked(addresses: tuple[bytes, ...], peer_id: str) -> list[str]:
+    """Addresses from a stranger, those that can be read."""
+    readable = []
+    for raw in addresses:
         try:
-            peer_id = peer_id_from_bytes(raw)
-        except AddressError:
-            continue
-        neighbours[place_of_peer(peer_id)] = peer_id
-    return neighbours
+            readable.append(str(Address.from_bytes(raw).with_peer(peer_id)))
+        except AddressError as error:
+            logger.debug("an address of %s was ignored: %s", peer_id, error)
+    return readable

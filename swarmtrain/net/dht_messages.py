@@ -1,6 +1,7 @@
 """What DHT nodes say to each other: three questions with their answers, in msgpack, read strictly.
 
 `sender` in a question and `responder` in an answer is the node's place, or nothing for one that wants to stay unknown.
+`addresses` are multiaddrs in bytes, without the peer id at their end: where the sender can be dialed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ MAX_RECORDS_PER_STORE = 64
 MAX_RECORDS_PER_ANSWER = 1024  # checking one costs 100 us
 MAX_NEIGHBOURS_PER_ANSWER = 20
 MAX_PEER_ID_BYTES = 64
+MAX_ADDRESSES = 8
+MAX_ADDRESS_BYTES = 512
 
 
 class MalformedDhtMessage(Exception):
@@ -63,6 +66,7 @@ class Ping(_DhtMessage):
     """Are you there?"""
 
     sender: bytes
+    addresses: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +100,16 @@ class Find(_DhtMessage):
 
     sender: bytes
     key: bytes
+    addresses: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FoundHere(_DhtMessage):
-    """These records, and these peers (raw peer ids)."""
+    """These records, and these peers: raw peer ids, each with the addresses it is known by."""
 
     responder: bytes
     records: tuple[bytes, ...]
-    neighbours: tuple[bytes, ...]
+    neighbours: tuple[tuple[bytes, tuple[bytes, ...]], ...]
 
 
 def _is_key(value: object) -> bool:
@@ -119,15 +124,28 @@ def _are_flags(value: object) -> bool:
     )
 
 
+def _are_addresses(value: object) -> bool:
+    return _are_bytes(value, MAX_ADDRESSES, MAX_ADDRESS_BYTES)
+
+
+def _are_neighbours(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) <= MAX_NEIGHBOURS_PER_ANSWER
+        and all(isinstance(part, tuple) and len(part) == 2 and _are_addresses(part[1]) for part in value)
+        and _are_bytes(tuple(part[0] for part in value), MAX_NEIGHBOURS_PER_ANSWER, MAX_PEER_ID_BYTES)
+    )
+
+
 _CHECKS: dict[type[Any], tuple[Callable[[object], bool], ...]] = {
-    Ping: (_is_place,),
+    Ping: (_is_place, _are_addresses),
     Pong: (_is_place, lambda value: isinstance(value, float) and math.isfinite(value)),
     Store: (_is_place, _is_key, lambda value: _are_bytes(value, MAX_RECORDS_PER_STORE, 2**16)),
     Stored: (_is_place, _are_flags),
-    Find: (_is_place, _is_key),
+    Find: (_is_place, _is_key, _are_addresses),
     FoundHere: (
         _is_place,
         lambda value: _are_bytes(value, MAX_RECORDS_PER_ANSWER, 2**16),
-        lambda value: _are_bytes(value, MAX_NEIGHBOURS_PER_ANSWER, MAX_PEER_ID_BYTES),
+        _are_neighbours,
     ),
 }

@@ -24,9 +24,10 @@ from swarmtrain.net.host_errors import (
 from swarmtrain.net.host_options import HostEvent, HostEventKind, HostOptions
 from swarmtrain.net.identity import Identity
 from swarmtrain.net.incoming import IncomingStreams
-from swarmtrain.net.p2pd import P2pd, P2pdOptions, bundled_p2pd
+from swarmtrain.net.p2pd import P2pd, P2pdOptions, bundled_p2pd, dial_failure
 from swarmtrain.net.p2pd_calls import CallHandler
 from swarmtrain.net.p2pd_stream import P2pdStream
+from swarmtrain.net.probe import answering
 from swarmtrain.net.relay import reserve, start_relay
 from swarmtrain.net.state_dir import StateDirectory, fix_ports
 from swarmtrain.net.transport import ByteStream
@@ -58,6 +59,7 @@ class Host:
         self._incoming = IncomingStreams(options.max_incoming_streams, options.max_incoming_streams_per_peer)
         self._outgoing: set[P2pdStream] = set()
         self._known: OrderedDict[str, tuple[Address, ...]] = OrderedDict()
+        self._in_doubt: set[str] = set()  # known peers that could not be reached the last time
         self._addresses: tuple[str, ...] = ()
         self._call_handlers: dict[str, CallHandler] = {}
         self._subscribers: list[Callable[[HostEvent], None]] = []
@@ -123,19 +125,29 @@ class Host:
 
     async def _open(self, peer_id: str, timeout_s: float) -> ByteStream:
         p2pd = await self._running_p2pd()
-        first_reason: PeerUnreachable | None = None
-        if known := self._known.get(peer_id, ()):
-            try:
-                await p2pd.connect(peer_id, known, timeout_s=timeout_s)  # does nothing if there is a connection
-            except PeerUnreachable as error:
-                first_reason = error  # p2pd may still know, or find, a better address
-        try:
-            stream = await p2pd.open_stream(peer_id, PROTOCOL, timeout_s=timeout_s)
-        except PeerUnreachable as error:
-            raise (first_reason or error) from None
+        await self._reach(p2pd, peer_id, self._known.get(peer_id, ()), timeout_s)
+        stream = await p2pd.open_stream(peer_id, PROTOCOL, timeout_s=timeout_s)
         self._outgoing.add(stream)
         stream.closed.add_done_callback(lambda _: self._outgoing.discard(stream))
         return stream
+
+    async def _reach(self, p2pd: P2pd, peer_id: str, addresses: tuple[Address, ...], timeout_s: float) -> None:
+        """Make sure there is a connection; p2pd only dials where somebody listens (see probe.py).
+
+        Without an address it is left to p2pd, which may have been told one. Raises PeerUnreachable, HostDownError.
+        """
+        if not addresses or peer_id in await p2pd.connected_peers():
+            return
+        listening, reason = await answering(addresses, self.options.probe, timeout_s=timeout_s)
+        try:
+            if not listening:
+                raise PeerUnreachable(f"peer {peer_id}: {dial_failure(reason)}")
+            await p2pd.connect(peer_id, listening, timeout_s=timeout_s)
+        except PeerUnreachable:
+            if peer_id in self._known:
+                self._in_doubt.add(peer_id)
+            raise
+        self._in_doubt.discard(peer_id)
 
     # ---- more than a Transport --------------------------------------------------------------------------------------
 
@@ -147,6 +159,7 @@ class Host:
         """One small call (the directory's). Raises PeerUnreachable, HostDownError; at once if p2pd is away."""
         if self._p2pd is None or not self.is_ready:
             raise HostDownError("p2pd is away")
+        await self._reach(self._p2pd, peer_id, self._known.get(peer_id, ()), timeout_s)
         return await self._p2pd.calls.call(peer_id, protocol, payload, timeout_s=timeout_s)
 
     async def serve_calls(self, protocol: str, handler: CallHandler) -> None:
@@ -180,8 +193,18 @@ class Host:
                 continue
             self._known[peer_id] = parsed[:MAX_ADDRESSES_OF_PEER]
             self._known.move_to_end(peer_id)
+            self._in_doubt.discard(peer_id)
         while len(self._known) > MAX_KNOWN_PEERS:
-            self._known.popitem(last=False)
+            self._in_doubt.discard(self._known.popitem(last=False)[0])
+
+    def hear(self, addresses: Iterable[str], *, of: str) -> None:
+        """As `learn`, for what others say of a peer: taken only if nothing is known of it, or nothing that worked."""
+        if of not in self._known or of in self._in_doubt:
+            self.learn(addresses, of=of)
+
+    def known_addresses(self, peer_id: str) -> tuple[str, ...]:
+        """Where a peer can be dialed, as far as this host was told."""
+        return tuple(str(address) for address in self._known.get(peer_id, ()))
 
     async def connect(self, addresses: Iterable[str]) -> list[DialResult]:
         """Dial every peer named in `addresses`, all at once; one result per peer (this host itself left out)."""
@@ -304,7 +327,9 @@ class Host:
         for result in await self.connect(text for text in wanted if Address.parse(text).peer_id not in connected):
             if result.error:
                 logger.info("cannot reach %s", result)
-        relays = group_by_peer(self.options.relays)
+            else:
+                connected.add(result.peer_id)
+        relays = {relay: ways for relay, ways in group_by_peer(self.options.relays).items() if relay in connected}
         granted = await asyncio.gather(*(self._reserve(p2pd, relay) for relay in relays))
         ways = [way for relay, is_granted in zip(relays, granted, strict=True) if is_granted for way in relays[relay]]
         self._note_addresses(reported, [way.through_relay() for way in ways])
@@ -323,7 +348,7 @@ class Host:
         error: str | None = None
         try:
             p2pd = await self._running_p2pd()
-            await p2pd.connect(peer_id, addresses, timeout_s=self.options.dial_timeout_s)
+            await self._reach(p2pd, peer_id, addresses, self.options.dial_timeout_s)
         except NetError as failure:
             error = str(failure).removeprefix(f"peer {peer_id}: ")
         return DialResult(peer_id, tuple(str(address) for address in addresses), error)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from swarmtrain.net.addresses import Address, group_by_peer
 from swarmtrain.net.host_errors import HostOptionsError
+from swarmtrain.net.probe import Probe, connect_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,8 @@ class HostOptions:
     `announce`: what others are told to dial instead of the listen addresses (port forwarding).
     `bootstrap`, `use_relays`: addresses with /p2p/…. `relay`: serve as a relay for others; needs a reachable address.
     `behind_nat`: True takes no direct connections for granted and keeps a reservation at every relay; None does so only
-    if relays are given. `require_bootstrap`: a start with all bootstrap peers down is an error.
+    if relays are given. `require_bootstrap`: a start with all bootstrap peers down is an error. `probe`: how to ask
+    whether somebody listens; another one is needed only where p2pd is not on the same network as this process.
     """
 
     state_dir: Path
@@ -36,6 +38,7 @@ class HostOptions:
     max_incoming_streams: int = 4096
     max_incoming_streams_per_peer: int = 64
     p2pd_binary: Path | None = None
+    probe: Probe = connect_once
 
     @property
     def relays(self) -> tuple[str, ...]:

@@ -69,7 +69,10 @@ class P2pdOptions:
     port_mapping: bool = False
 
     def command_line(self) -> list[str]:
-        """Noise is off: TLS is faster wherever a CPU has AES. Automatic relays are off: see relay.py. No QUIC."""
+        """Noise is off: TLS is faster wherever a CPU has AES. Automatic relays are off: see relay.py. No QUIC.
+
+        p2pd's own DHT is off: it dials whenever it likes, and so fills libp2p's list of peers not to be dialed again.
+        """
         flags: dict[str, str] = {
             "id": str(self.identity_file or ""),
             "listen": f"/unix{self.control_path}",
@@ -77,7 +80,6 @@ class P2pdOptions:
             "noListenAddrs": "" if self.listen else "1",
             "announceAddrs": ",".join(self.announce),
             "idleTimeout": f"{IDLE_TIMEOUT_S}s",
-            "dhtServer": "1",  # p2pd's own DHT finds addresses of peers we know by id only
             "noise": "0",
             "tls": "1",
             "relay": "1",

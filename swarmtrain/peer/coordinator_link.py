@@ -97,7 +97,7 @@ class CoordinatorLink:
                 self.term, self.peer_id = value["t"], peer_id
                 addresses = value.get("a")
                 if isinstance(addresses, list):
-                    self._host.learn([text for text in addresses[:16] if isinstance(text, str)])
+                    self._host.learn([text for text in addresses[:16] if isinstance(text, str)], of=peer_id)
         return found
 
     async def fetch_run(self, *, timeout_s: float) -> Manifest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from swarmtrain.net.errors import PeerUnreachable
@@ -43,12 +43,26 @@ class MemoryHost:
         self.options = options
         self.identity = Identity.generate()
         self.is_ready = True
+        self.known: dict[str, tuple[str, ...]] = {}
         self.handlers: dict[str, CallHandler] = {}
         self.subscribers: list[Callable[[HostEvent], None]] = []
 
     @property
     def peer_id(self) -> str:
         return self.identity.peer_id
+
+    def addresses(self) -> tuple[str, ...]:
+        return (f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer_id}",)
+
+    def known_addresses(self, peer_id: str) -> tuple[str, ...]:
+        return self.known.get(peer_id, ())
+
+    def learn(self, addresses: Iterable[str], *, of: str | None = None) -> None:
+        assert of is not None
+        self.known[of] = tuple(addresses)
+
+    def hear(self, addresses: Iterable[str], *, of: str) -> None:
+        self.known.setdefault(of, tuple(addresses))
 
     async def wait_ready(self) -> None:
         assert self.is_ready

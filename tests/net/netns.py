@@ -6,14 +6,19 @@ they do not run. Everything has names with the process's id, and is removed in t
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import os
 import shutil
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 SUBNET = "10.91.0"
+CLONE_NEWNET = 0x40000000
 
 
 def why_not() -> str | None:
@@ -77,10 +82,34 @@ class Lab:
         """Pull a namespace's cable out of the switch, or put it back in."""
         _run("ip", "-n", self.switch, "link", "set", f"to-{name}", "up" if in_ else "down")
 
+    async def probe(self, name: str, host: str, port: int) -> None:
+        """Make a TCP connection from within a namespace; raises OSError."""
+        connection = await asyncio.to_thread(_socket_in, self.names[name])
+        with connection:
+            connection.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connection, (host, port))
+
     def received_bytes(self, name: str) -> int:
         """What a namespace has received over the switch so far."""
         command = [*self.enter(name), "cat", "/sys/class/net/eth0/statistics/rx_bytes"]
         return int(subprocess.run(command, capture_output=True, timeout=20, check=True).stdout)
+
+
+def _socket_in(namespace: str) -> socket.socket:
+    """A TCP socket that belongs to a namespace. Only the thread that makes it goes there, and ends."""
+    made: list[socket.socket] = []
+
+    def make() -> None:
+        with open(f"/run/netns/{namespace}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) == 0:
+                made.append(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    if not made:
+        raise OSError(f"cannot enter {namespace}")
+    return made[0]
 
 
 @contextmanager

@@ -289,7 +289,7 @@ def test_a_node_cannot_sit_where_it_likes() -> None:
         async with crowd(2) as (network, members, directories):
             liar = network.host()
             for wanted in range(50):
-                request = Ping(wanted.to_bytes(20, "big")).pack()
+                request = Ping(wanted.to_bytes(20, "big"), ()).pack()
                 await liar.call(members[0].peer_id, "/swarmtrain/directory/1/run/ping", request, timeout_s=1)
             assert directories[0].status().num_neighbours == 1
 

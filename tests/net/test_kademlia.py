@@ -130,12 +130,13 @@ def test_a_search_from_nowhere_ends_and_a_cancelled_one_leaves_no_task() -> None
 
 
 MESSAGES = [
-    Ping(b""),
+    Ping(b"", ()),
+    Ping(bytes(20), (b"address",)),
     Pong(bytes(20), 1.5),
     Store(bytes(20), bytes(20), (b"record", b"")),
     Stored(b"", (True, False)),
-    Find(bytes(20), bytes(20)),
-    FoundHere(b"", (b"record",), (bytes(38),)),
+    Find(bytes(20), bytes(20), (b"address",)),
+    FoundHere(b"", (b"record",), ((bytes(38), (b"address",)),)),
 ]
 
 
