@@ -6,13 +6,15 @@
         swarm.wait_end()
     assert_equals_reference(swarm, reference(swarm.manifest))
 
-The daemons are `swarmtrain coordinator` and `swarmtrain join` with `--json`, each in a session of its own. Everything
+The daemons are `swarmtrain coordinator` and `swarmtrain join` with `--json`, each a process in a session of its own,
+forked from one that has loaded torch (nursery.py), or started anew in a network namespace. Everything
 is synchronous: one thread per daemon reads its events. All waits have deadlines, and fail with the daemons' last words.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -33,6 +35,8 @@ from swarmtrain.checkpoint import Checkpoint, latest
 from swarmtrain.observe.control import ask
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset
+
+from .nursery import Forked, Nursery
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 PATIENCE = float(os.environ.get("SWARMTRAIN_TEST_PATIENCE", "1"))  # raise it on a busy machine
@@ -75,6 +79,12 @@ def until(condition: Callable[[], bool], what: str, *, timeout_s: float = WAIT_S
         pause.wait(0.02)
 
 
+@functools.cache
+def nursery() -> Nursery:
+    """Where the daemons of this session come from."""
+    return Nursery()
+
+
 def ask_daemon(state_dir: Path, command: str, **arguments: Any) -> dict[str, Any]:
     """Ask a daemon through its control socket."""
     return asyncio.run(ask(state_dir / "control.sock", command, **arguments))
@@ -110,7 +120,7 @@ class Daemon:
     stage: int  # -1: the coordinator
     state_dir: Path
     log: Path
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
     events: list[Event] = field(default_factory=list)
     reader: threading.Thread | None = None
 
@@ -352,19 +362,21 @@ class Swarm:
     ) -> Daemon:
         """Start any verb that runs a daemon, with `--json`."""
         log = self.directory / f"{name}.log"
+        environment = clean_environment({**self.environment, **(extra or {})})
         with log.open("a") as errors:
-            process = subprocess.Popen(
-                [*within, sys.executable, "-m", "swarmtrain", *arguments, "--json"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=clean_environment(
-                    {"SWARMTRAIN_DIE_WITH_PARENT": str(os.getpid()), **self.environment, **(extra or {})}
-                ),
-                cwd=REPOSITORY,
-                start_new_session=True,
-            )
+            if within:
+                process: subprocess.Popen[str] | Forked = subprocess.Popen(
+                    [*within, sys.executable, "-m", "swarmtrain", *arguments, "--json"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env={"SWARMTRAIN_DIE_WITH_PARENT": str(os.getpid()), **environment},
+                    cwd=REPOSITORY,
+                    start_new_session=True,
+                )
+            else:
+                process = nursery().spawn([*arguments, "--json"], errors, environment, str(REPOSITORY))
         daemon = Daemon(name, stage, state_dir, log, process)
         daemon.reader = threading.Thread(target=self._read, args=(daemon,), name=f"events of {name}", daemon=True)
         self.daemons.append(daemon)

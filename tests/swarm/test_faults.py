@@ -10,13 +10,14 @@ from .comparison import References, assert_equals_reference
 from .faults import NUM_STAGES, hold, last_step, release, start_armed, three_stages, wait_killed
 from .harness import Swarm
 
-pytestmark = [pytest.mark.swarm, pytest.mark.long]
+pytestmark = pytest.mark.swarm
 
-# How often a victim of the first, middle and last stage reaches the point before it dies.
+# How often a victim of the first, middle and last stage reaches the point before it dies. Work may never come to it a
+# second time: the others' deaths make it look slow. Every step comes to everybody.
 KILLS = {
-    "before-forward": (1, 2, 3),
-    "after-forward": (2, 3, 1),
-    "before-answer": (3, 1, 2),
+    "before-forward": (1, 1, 1),
+    "after-forward": (1, 1, 1),
+    "before-answer": (1, 1, 1),
     "in-prepare": (1, 2, 3),
     "before-apply": (2, 3, 1),
     "after-apply": (3, 1, 2),
@@ -69,7 +70,7 @@ def test_a_stopped_peer_is_left_behind_and_catches_up(place: Path, reference: Re
 
 def test_cut_links_are_dialed_again_and_work_is_replayed(place: Path, reference: References) -> None:
     manifest = three_stages("schedule.steps=30")
-    faults = ("after-forward:1:cut", "before-answer:2:cut", "after-forward:3:cut")
+    faults = ("after-forward:1:cut", "before-answer:1:cut", "after-forward:1:cut")
     with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=2 * NUM_STAGES) as swarm:
         cut = [start_armed(swarm, stage, fault) for stage, fault in enumerate(faults)]
         swarm.wait_end()

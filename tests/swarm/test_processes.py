@@ -17,6 +17,7 @@ import pytest
 from swarmtrain.checkpoint import open_checkpoint
 
 from .comparison import References, assert_equals_reference, assert_same_weights
+from .faults import hold, release
 from .harness import PATIENCE, REPOSITORY, WAIT_S, Daemon, Swarm, clean_environment, swarmtrain, tiny, until
 
 pytestmark = pytest.mark.swarm
@@ -52,23 +53,24 @@ def killed_without_trace(daemon: Daemon) -> None:
     assert all(is_free(port) for port in listening)
 
 
-@pytest.mark.long
 def test_killed_daemons_leave_nothing_and_come_back_on_their_state_directory(
     place: Path, reference: References
 ) -> None:
-    manifest = tiny("schedule.steps=200", "checkpoint.every=10")
+    manifest = tiny("schedule.steps=40", "checkpoint.every=10")
     with Swarm(manifest, place, num_peers=5) as swarm:
-        spare = swarm.peers[4]
+        spare, gate = swarm.peers[4], swarm.peers[2]
         swarm.wait_step(1)
         identity = spare.status()["peer"]
         killed_without_trace(spare)
         again = swarm.start_peer(spare.stage, name=spare.name)
         swarm.wait_serving(again)  # a peer that starts while its only bootstrap peer is away gives up
+        hold(gate)
         killed_without_trace(swarm.coordinator)
         invite = swarm.invite()
         swarm.start_coordinator()
         assert swarm.invite() == invite  # same identity, same ports
         assert again.has("phase_reached", phase="identity", detail=identity)
+        release(gate)
         swarm.wait_end()
         assert_equals_reference(swarm, reference(manifest))
 
@@ -83,9 +85,12 @@ def test_sigterm_ends_a_peer_and_the_coordinator_in_time_with_code_0(place: Path
         step = swarm.coordinator.status()["step"]
         swarm.wait_step(step + 2)  # nobody waits for who has left
         assert swarm.coordinator.end(timeout_s=15) == 0
-        for peer in swarm.living():
+        others = swarm.living()
+        for peer in others:
             children += peer.children()
-            assert peer.end(timeout_s=25) == 0
+            peer.process.send_signal(signal.SIGTERM)
+        for peer in others:
+            assert peer.process.wait(25 * PATIENCE) == 0
         _, alive = psutil.wait_procs(children, timeout=GONE_S * PATIENCE)
         assert not alive
         for daemon in swarm.daemons:
