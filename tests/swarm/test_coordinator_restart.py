@@ -18,7 +18,7 @@ from .comparison import References, assert_equals_reference, assert_same_weights
 from .faults import NUM_STAGES, hold, last_step, release, restart_coordinator, three_stages, wait_killed
 from .harness import Swarm, until
 
-pytestmark = [pytest.mark.swarm, pytest.mark.long]
+pytestmark = pytest.mark.swarm
 
 
 @contextmanager

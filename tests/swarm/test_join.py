@@ -10,7 +10,7 @@ from .comparison import References, assert_equals_reference
 from .faults import NUM_STAGES, hold, last_step, release, start_armed, three_stages, wait_killed
 from .harness import Daemon, Swarm, ask_daemon
 
-pytestmark = [pytest.mark.swarm, pytest.mark.long]
+pytestmark = pytest.mark.swarm
 
 
 def join_and_serve(swarm: Swarm, stage: int, gate: Daemon) -> Daemon:
