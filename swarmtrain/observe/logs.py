@@ -16,6 +16,11 @@ log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 8 << 20  # of the event file, and of the older one beside it
 
 
+def printable(text: str) -> str:
+    """The text without what could move a cursor: names and reasons come from other machines."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def json_lines(stream: TextIO) -> Sink:
     """A sink that writes one JSON object per line."""
 
@@ -30,7 +35,7 @@ def log_lines(stream: TextIO = sys.stderr) -> Sink:
 
     def write(event: Event) -> None:
         clock = time.strftime("%H:%M:%S", time.localtime(event.at))
-        print(f"{clock} {event.line()}", file=stream, flush=True)
+        print(f"{clock} {printable(event.line())}", file=stream, flush=True)
 
     return write
 
