@@ -39,6 +39,9 @@ def coordinator(
     ] = None,
     bootstrap: Annotated[list[str] | None, typer.Option(help="Further peers to find others through.")] = None,
     min_peers: Annotated[int, typer.Option(min=1, help="Wait for so many peers before the first step.")] = 1,
+    invite_file: Annotated[
+        Path | None, typer.Option(help="Write the invite there, too, e.g. for peers in containers.")
+    ] = None,
     page: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Status page, API and metrics; port 0: a free one. `off`: none.")
     ] = "127.0.0.1:0",
@@ -62,6 +65,7 @@ def coordinator(
         announce=tuple(announce or []),
         bootstrap=tuple(bootstrap or []),
         min_peers=min_peers,
+        invite_file=invite_file,
         page=checked_address(page, "--page"),
         faults=Faults.from_environment(enabled=test_faults),
     )

@@ -29,7 +29,7 @@ from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.coordinator.run import Run
 from swarmtrain.coordinator.web import page_routes, same_port_as_before
 from swarmtrain.data.sampler import Sampler
-from swarmtrain.errors import ExitCode, ManifestError, SwarmtrainError, UsageError
+from swarmtrain.errors import ExitCode, ManifestError, StorageError, SwarmtrainError, UsageError
 from swarmtrain.net.directory import Directory, DirectoryOptions, TopicRule
 from swarmtrain.net.errors import LinkClosed, NetError, Refusal
 from swarmtrain.net.exchange import Exchange
@@ -73,6 +73,7 @@ class CoordinatorOptions:
     announce: tuple[str, ...] = ()
     bootstrap: tuple[str, ...] = ()
     min_peers: int = 1
+    invite_file: Path | None = None  # a further place for the invite
     page: str = "127.0.0.1:0"  # HOST:PORT of the status page and the metrics; empty: none
     faults: Faults = field(default_factory=Faults)
 
@@ -196,8 +197,17 @@ class CoordinatorDaemon:
         self.observer = RunObserver(
             self.context, self.checkpoints, self.keeper, invite=self.invite.text(), refused=self.refused
         )
-        (self.options.state_dir / "invite").write_text(self.invite.text() + "\n")
+        for path in (self.options.state_dir / "invite", self.options.invite_file):
+            if path is not None:
+                self._write_invite(path)
         self._phase("invite", self.invite.text())
+
+    def _write_invite(self, path: Path) -> None:
+        assert self.invite is not None
+        try:
+            path.write_text(self.invite.text() + "\n")
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}", fix="choose another --invite-file") from error
 
     def _resume(self) -> None:
         """Where the run stands: at the last decision, which is told again to whoever has not carried it out."""

@@ -53,7 +53,7 @@ def by(label: str, counts: Mapping[str, float]) -> list[tuple[Mapping[str, str],
 
 def bounded(counts: Mapping[str, int], known: frozenset[str] = _CODES) -> dict[str, int]:
     """Counts by code; unknown codes, which others may have made up, together."""
-    result: dict[str, int] = {}
+    result = dict.fromkeys(sorted(known), 0)  # a counter that begins at 0 shows its first increase
     for code, count in counts.items():
         key = code if code in known else "other"
         result[key] = result.get(key, 0) + count
