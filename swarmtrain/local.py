@@ -111,6 +111,7 @@ class LocalSwarm:
         self._num_started += 1
         arguments = ["join", self.invite, "--stage", str(stage), "--threads", str(self.options.threads)]
         arguments += ["--state-dir", str(self.options.state_dir / name), "--listen", LOOPBACK, "--name", name]
+        arguments += ["--metrics", "127.0.0.1:0"]
         more = [*self.options.peer_arguments, *extra]
         return await self._spawn(name, stage, [*arguments, "--drain-timeout", "5", "--json", *more])
 

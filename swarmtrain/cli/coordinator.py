@@ -39,6 +39,12 @@ def coordinator(
     ] = None,
     bootstrap: Annotated[list[str] | None, typer.Option(help="Further peers to find others through.")] = None,
     min_peers: Annotated[int, typer.Option(min=1, help="Wait for so many peers before the first step.")] = 1,
+    invite_file: Annotated[
+        Path | None, typer.Option(help="Write the invite there, too, e.g. for peers in containers.")
+    ] = None,
+    page: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Status page, API and metrics; port 0: a free one. `off`: none.")
+    ] = "127.0.0.1:0",
     test_faults: TestFaultsOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,6 +55,7 @@ def coordinator(
     from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
     from swarmtrain.observe.events import Events
     from swarmtrain.observe.faults import Faults
+    from swarmtrain.observe.http import checked_address
     from swarmtrain.reference import make_sampler, open_run_source
 
     options = CoordinatorOptions(
@@ -58,6 +65,8 @@ def coordinator(
         announce=tuple(announce or []),
         bootstrap=tuple(bootstrap or []),
         min_peers=min_peers,
+        invite_file=invite_file,
+        page=checked_address(page, "--page"),
         faults=Faults.from_environment(enabled=test_faults),
     )
 
@@ -65,4 +74,4 @@ def coordinator(
         return CoordinatorDaemon(options, events, lambda item: make_sampler(item, open_run_source(item)))
 
     with remember_coordinator(directory):
-        run_daemon(make, CoordinatorDaemon.stop, as_json=as_json)
+        run_daemon(make, CoordinatorDaemon.stop, as_json=as_json, state_dir=directory)

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import uvloop
 
 from swarmtrain.errors import ExitCode, SwarmtrainError
-from swarmtrain.observe.events import Event, Events, json_lines, log_lines
+from swarmtrain.observe.events import Events
+from swarmtrain.observe.logs import EventFile, daemon_log, json_lines
 
 _PR_SET_PDEATHSIG = 1
 DIE_WITH_PARENT = "SWARMTRAIN_DIE_WITH_PARENT"
@@ -29,8 +30,13 @@ class Daemon(Protocol):
         """Live."""
 
 
-def run_daemon(make: Callable[[Events], Daemon], stop: Callable[[Any], None], *, as_json: bool) -> None:
-    """Run the daemon that `make` builds on the loop. SIGTERM and Ctrl-C call `stop`; a second one leaves at once."""
+def run_daemon(
+    make: Callable[[Events], Daemon], stop: Callable[[Any], None], *, as_json: bool, state_dir: Path
+) -> None:
+    """Run the daemon that `make` builds on the loop. SIGTERM and Ctrl-C call `stop`; a second one leaves at once.
+
+    Its events go to stdout as JSON if that was asked for, else to its log; and to a file in its state directory.
+    """
     logging.basicConfig(
         level=os.environ.get("SWARMTRAIN_LOG", "WARNING").upper(),
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
@@ -41,7 +47,8 @@ def run_daemon(make: Callable[[Events], Daemon], stop: Callable[[Any], None], *,
         _die_with_parent(int(os.environ[DIE_WITH_PARENT]))
 
     async def main() -> None:
-        events = Events(json_lines(sys.stdout) if as_json else log_lines(sys.stderr))
+        events = Events(json_lines(sys.stdout) if as_json else daemon_log(sys.stderr))
+        events.add(EventFile(state_dir / "events.jsonl"))
         daemon = make(events)
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
@@ -87,15 +94,3 @@ def _first_expected(group: BaseExceptionGroup[BaseException]) -> BaseException:
         else:
             leaves.append(error)
     return next((error for error in leaves if isinstance(error, SwarmtrainError)), leaves[0])
-
-
-def rotating_event_file(path: Path, *, max_bytes: int = 8 << 20) -> Callable[[Event], None]:
-    """A sink that appends JSON lines to a file and keeps one older file."""
-
-    def write(event: Event) -> None:
-        if path.exists() and path.stat().st_size > max_bytes:
-            path.replace(path.with_suffix(".1.jsonl"))
-        with path.open("a", encoding="utf-8") as file:
-            json_lines(file)(event)
-
-    return write

@@ -50,6 +50,13 @@ def join(
     drain_timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds to finish the step that this peer has work in, when leaving.")
     ] = 60.0,
+    metrics: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Serve Prometheus metrics there; port 0: a free one. Default: off.")
+    ] = "off",
+    metrics_announce: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="Where the run's Prometheus finds them, if that is another address."),
+    ] = "",
     test_faults: TestFaultsOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,6 +68,7 @@ def join(
     from swarmtrain.net.limiter import parse_rate
     from swarmtrain.observe.events import Events
     from swarmtrain.observe.faults import Faults
+    from swarmtrain.observe.http import checked_address
     from swarmtrain.peer.daemon import PeerDaemon
     from swarmtrain.peer.options import PeerOptions, choose_device
     from swarmtrain.run.invite import parse_invite
@@ -84,6 +92,8 @@ def join(
         max_down_bytes_per_s=(parse_rate(max_down) or 0.0) if max_down else 0.0,
         name=name,
         drain_s=drain_timeout,
+        metrics=checked_address(metrics, "--metrics"),
+        metrics_announce=checked_address(metrics_announce, "--metrics-announce"),
         faults=Faults.from_environment(enabled=test_faults),
     )
     remember_invite(text)
@@ -92,7 +102,7 @@ def join(
         return PeerDaemon(options, events)
 
     with remember_peer(directory):
-        run_daemon(make, lambda daemon: daemon.leave("asked by a signal"), as_json=as_json)
+        run_daemon(make, lambda daemon: daemon.leave("asked by a signal"), as_json=as_json, state_dir=directory)
 
 
 def _bytes(text: str) -> int:

@@ -113,6 +113,8 @@ class _Text:
         kind = event["event"]
         if kind == "step_applied":
             self._step(event)
+        elif kind == "phase_reached" and event["phase"] == "page":
+            self._line(f"watch it: {event['detail']}")
         elif kind == "peer_joined":
             self.serving[event["peer"]] = event["stage"]
             self._line(f"peer {event['peer'][-6:]} serves stage {event['stage']}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from swarmtrain.cli.options import JsonOption, print_json
 from swarmtrain.cli.places import running
+from swarmtrain.cli.status_text import status_text
 from swarmtrain.errors import UsageError
 
 StateDir = Annotated[Path | None, typer.Option(help="The daemon's state directory; default: all on this machine.")]
@@ -32,7 +33,7 @@ def status(state_dir: StateDir = None, as_json: JsonOption = False) -> None:
             answer = asyncio.run(ask(directory / "control.sock", "status"))
         except ControlError as error:
             answer = {"kind": "unknown", "state": "not answering", "reason": str(error), "state_dir": str(directory)}
-        print_json(answer) if as_json else print(_text(answer))
+        print_json(answer) if as_json else print(status_text(answer))
 
 
 def drain(state_dir: StateDir = None) -> None:
@@ -63,25 +64,3 @@ def _directories(state_dir: Path | None, kind: str | None = None) -> list[Path]:
     if not found:
         raise UsageError("no swarmtrain daemon runs on this machine", fix="start one, or name its --state-dir")
     return found
-
-
-def _text(answer: dict[str, Any]) -> str:
-    if answer["kind"] == "coordinator":
-        lines = [f"coordinator of {answer['name']} ({answer['run']}): {answer['state']} {answer['reason']}".rstrip()]
-        last = answer.get("last")
-        if last:
-            lines.append(
-                f"  step {answer['step']}/{answer['steps']}  loss {last['loss']:.4f}  "
-                f"{last['tokens_per_s']:,.0f} tokens/s"
-            )
-        for stage, peers in enumerate(answer["stages"]):
-            names = ", ".join(f"{peer['peer'][-8:]} {peer['state']}" for peer in peers) or "nobody"
-            lines.append(f"  stage {stage}: {names}")
-        lines.append(f"  join with: swarmtrain join {answer['invite']} --stage N")
-        return "\n".join(lines)
-    if answer["kind"] == "peer":
-        return (
-            f"peer {answer['peer'][-8:]} of run {answer['run']}: stage {answer['stage']}, {answer['state']}, "
-            f"step {answer['step']}, {answer['microbatches']} microbatches done"
-        )
-    return f"{answer.get('state_dir', '')}: {answer['state']} ({answer['reason']})"

@@ -13,6 +13,7 @@ from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member, Members
+from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.net.node import Node
 from swarmtrain.observe.events import Events, PeerLost
@@ -43,6 +44,8 @@ class RunContext:
     stages: list[StageBook] = field(default_factory=list)
     background: set[asyncio.Task[object]] = field(default_factory=set)
     faults: Faults = field(default_factory=Faults)
+    tally: Tally = field(default_factory=Tally)
+    waits_for: str = ""  # why nothing goes on, or empty
 
     def in_background(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         """Do `work` whether or not anybody waits for it."""

@@ -25,11 +25,13 @@ from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.enrolment import Enrolment
 from swarmtrain.coordinator.journal import Journal, JournalError
+from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.coordinator.run import Run
+from swarmtrain.coordinator.web import page_routes, same_port_as_before
 from swarmtrain.data.sampler import Sampler
-from swarmtrain.errors import ExitCode, ManifestError, SwarmtrainError, UsageError
+from swarmtrain.errors import ExitCode, ManifestError, StorageError, SwarmtrainError, UsageError
 from swarmtrain.net.directory import Directory, DirectoryOptions, TopicRule
-from swarmtrain.net.errors import NetError, Refusal
+from swarmtrain.net.errors import LinkClosed, NetError, Refusal
 from swarmtrain.net.exchange import Exchange
 from swarmtrain.net.host import Host
 from swarmtrain.net.host_options import HostOptions
@@ -38,6 +40,9 @@ from swarmtrain.net.node import Node
 from swarmtrain.observe.control import ControlServer
 from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.observe.faults import Faults
+from swarmtrain.observe.http import HttpServer, parse_address
+from swarmtrain.observe.keeper import StatusKeeper
+from swarmtrain.observe.status import MAX_POINTS
 from swarmtrain.run.invite import Invite, run_id_of
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import (
@@ -68,6 +73,8 @@ class CoordinatorOptions:
     announce: tuple[str, ...] = ()
     bootstrap: tuple[str, ...] = ()
     min_peers: int = 1
+    invite_file: Path | None = None  # a further place for the invite
+    page: str = "127.0.0.1:0"  # HOST:PORT of the status page and the metrics; empty: none
     faults: Faults = field(default_factory=Faults)
 
 
@@ -85,6 +92,9 @@ class CoordinatorDaemon:
         self, options: CoordinatorOptions, events: Events, make_sampler: Callable[[Manifest], Sampler]
     ) -> None:
         self.options, self.events, self._make_sampler = options, events, make_sampler
+        self.keeper = StatusKeeper("coordinator", num_steps=options.manifest.schedule.steps)
+        events.add(self.keeper)
+        self.observer: RunObserver | None = None
         self._stopping = asyncio.Event()
         self.invite: Invite | None = None
         self.refused: Counter[str] = Counter()  # by code
@@ -101,11 +111,13 @@ class CoordinatorDaemon:
             host, directory, node = await self._connect(stack)
             self._build(stack, host, node, directory)
             await self._control(stack)
+            await self._serve_page(stack)
             async with asyncio.TaskGroup() as tasks:
                 helpers = [
                     tasks.create_task(self._announce(directory, host)),
                     tasks.create_task(self._watch_rivals(directory)),
                     tasks.create_task(self.enrolment.watch()),
+                    tasks.create_task(self._observed.watch()),
                 ]
                 try:
                     await self._until_stopped(self.progress.drive())
@@ -150,7 +162,7 @@ class CoordinatorDaemon:
             )
         )
         stack.push_async_callback(host.close)
-        node = Node(host, MESSAGES, self._handle)
+        node = Node(host, MESSAGES, self._handle, on_link_closed=self._link_closed)
         stack.push_async_callback(node.close)
         rules = {COORDINATOR_TOPIC: TopicRule(countersigned_by=self._key.public_bytes)}
         directory = await Directory.start(host, self.run_id, DirectoryOptions(rules=rules))
@@ -182,8 +194,20 @@ class CoordinatorDaemon:
         self.progress = Run(self.context, self.checkpoints, applies, min_peers=self.options.min_peers)
         self._offer = make_offer(manifest, self._key)
         self.invite = Invite(self.run_id, self._key.public_bytes, host.addresses()[:4])
-        (self.options.state_dir / "invite").write_text(self.invite.text() + "\n")
+        self.observer = RunObserver(
+            self.context, self.checkpoints, self.keeper, invite=self.invite.text(), refused=self.refused
+        )
+        for path in (self.options.state_dir / "invite", self.options.invite_file):
+            if path is not None:
+                self._write_invite(path)
         self._phase("invite", self.invite.text())
+
+    def _write_invite(self, path: Path) -> None:
+        assert self.invite is not None
+        try:
+            path.write_text(self.invite.text() + "\n")
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}", fix="choose another --invite-file") from error
 
     def _resume(self) -> None:
         """Where the run stands: at the last decision, which is told again to whoever has not carried it out."""
@@ -195,6 +219,8 @@ class CoordinatorDaemon:
             book.digest = digests.get(stage, "")
             book.checkpoint = self.checkpoints.offer(stage)
         if context.step:
+            context.tally.resume(self.journal.contributions())
+            self.keeper.recall(self.journal.curve(MAX_POINTS))
             self._phase("resume", f"step {context.step}, newest checkpoint at step {self.checkpoints.step}")
 
     async def _handle(self, message: Message, exchange: Exchange) -> Message:
@@ -282,33 +308,28 @@ class CoordinatorDaemon:
         return {"ok": True}
 
     async def _status(self, request: dict[str, Any]) -> dict[str, Any]:
-        context = self.context
-        stages = [
-            [
-                {"peer": m.peer_id, "state": m.state, "step": m.step, "name": m.name}
-                for m in context.members.everybody()
-                if m.stage == stage
-            ]
-            for stage in range(context.manifest.stages.count)
-        ]
-        return {
-            "kind": "coordinator",
-            "run": context.run_id,
-            "name": context.manifest.run.name,
-            "peer": context.node.peer_id,
-            "state": "complete" if context.is_over else "waiting" if self.progress.waits_for else "training",
-            "reason": self.progress.waits_for,
-            "term": context.term,
-            "step": context.step,
-            "steps": context.manifest.schedule.steps,
-            "last": self.progress.last.as_dict() if self.progress.last is not None else None,
-            "stages": stages,
-            "checkpoint_step": self.checkpoints.step,
-            "invite": self.invite.text() if self.invite is not None else "",
-            "rerouted": context.dispatcher.counters.rerouted,
-            "refused": dict(self.refused),
-            "traffic": context.node.traffic().summary(),
-        }
+        return self._observed.snapshot()
+
+    async def _serve_page(self, stack: contextlib.AsyncExitStack) -> None:
+        if not self.options.page:
+            return
+        server = HttpServer(page_routes(self._observed))
+        note = self.options.state_dir / "page"
+        await server.start(*same_port_as_before(*parse_address(self.options.page, "--page"), note))
+        stack.push_async_callback(server.close)
+        url = f"http://{server.address}/"
+        note.write_text(url + "\n")
+        self._observed.page_url = url
+        self._phase("page", url)
+
+    @property
+    def _observed(self) -> RunObserver:
+        assert self.observer is not None
+        return self.observer
+
+    def _link_closed(self, peer_id: str, error: LinkClosed) -> None:
+        if self.observer is not None:
+            self.observer.link_closed(peer_id, error)
 
     def _phase(self, phase: str, detail: str = "") -> None:
         self.events.emit(PhaseReached(phase, detail))

@@ -9,6 +9,7 @@ from swarmtrain.coordinator.admission import judge
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.net.errors import Refusal
+from swarmtrain.observe import word
 from swarmtrain.observe.events import PeerJoined, PeerLost
 from swarmtrain.wire.messages import Code, Enroll, Enrolled, Verdict
 
@@ -59,11 +60,18 @@ class Enrolment:
             term=context.term,
             step=context.step,
             verdict=answer.verdict,
-            reason=answer.reason,
+            reason=answer.reason or self._why_no_work(member)[:1000],
             sync_step=offer.step if offer else 0,
             sync_digest=offer.digest if offer else "",
             donors=offer.donors if offer else (),
         )
+
+    def _why_no_work(self, member: Member) -> str:
+        """For a serving peer: what keeps work from it, as far as it is known here."""
+        context = self._context
+        if member.stage == 0 and context.dispatcher.neighbours.router.is_banned(member.peer_id):
+            return word.banned("calls to it failed, so the coordinator gives it no work for a while")
+        return context.waits_for
 
     async def watch(self) -> None:
         """Peers without a sign of life are lost. Runs until it is cancelled."""

@@ -191,6 +191,17 @@ class Journal:
             pairs = tuple((digest, float(squared)) for digest, squared in json.loads(stages))
             yield Decision(step, term, loss, norm, scale, rate, pairs, entries, losses), chain
 
+    def contributions(self) -> dict[str, int]:
+        """Peer -> decided microbatches over all stages."""
+        return dict(self._db.execute("SELECT peer, count(*) FROM entries GROUP BY peer").fetchall())
+
+    def curve(self, max_points: int) -> list[tuple[int, float, float, float, float]]:
+        """(step, decided at, loss, gradient norm, learning rate) of about `max_points` steps, evenly chosen."""
+        stride = max(1, -(-self.num_steps() // max_points))
+        columns = "step + 1, decided_at, loss, grad_norm, learning_rate"
+        query = f"SELECT {columns} FROM steps WHERE (step + 1) % ? = 0 ORDER BY step"
+        return self._db.execute(query, (stride,)).fetchall()
+
     def replicas(self) -> list[tuple[int, int, str, str]]:
         """(step, stage, peer, state digest) of every replica at every step."""
         return self._db.execute("SELECT step, stage, peer, state_digest FROM replicas ORDER BY step, stage").fetchall()

@@ -97,6 +97,7 @@ class Leases:
             await self._record(plan.microbatch, done, books)
 
     async def _record(self, microbatch: int, done: Done, books: StepBooks) -> None:
+        self._context.tally.answered(done.route)
         books.record(microbatch, done.loss, [hop for hop in done.route if self._context.members.counts(hop)])
         await self._context.notify()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from swarmtrain.wire.messages import Enroll, Hop
 
 SILENT_S = 10.0  # a peer that has not shown a sign of life for so long is lost
+METRICS_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,64}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 MAX_USELESS = 4096  # how many are remembered; an older one that comes back is judged by its state alone
 
 
@@ -27,6 +29,8 @@ class Member:
     name: str
     seen_at: float
     listening_from: int | None = None  # first step whose reduced gradient a newcomer has been hearing
+    metrics: str = ""  # HOST:PORT of its metrics
+    spent: tuple[float, ...] = ()  # seconds: compute, reduce, queue, wire, idle
     must_sync: bool = False  # it had been given up and came back, but is of no use as it is
 
     @property
@@ -65,6 +69,8 @@ class Members:
             name=sign.name,
             seen_at=now,
             listening_from=former.listening_from if former is not None and is_same and is_waiting else None,
+            metrics=sign.metrics if METRICS_ADDRESS.fullmatch(sign.metrics) else "",
+            spent=sign.spent,
             must_sync=(peer_id, sign.incarnation) in self._useless,
         )
         return None if is_same else former

@@ -12,7 +12,7 @@ from swarmtrain.coordinator.apply import Applies, StepResult
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.steps import StepDriver
-from swarmtrain.observe.events import RunEnded, RunRolledBack, RunWaits, StepApplied
+from swarmtrain.observe.events import RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
 
 T = TypeVar("T")
 
@@ -36,7 +36,6 @@ class Run:
         self._min_peers = min_peers if context.step == 0 else 1  # a resumed run takes whom it gets
         self._driver = StepDriver(context, applies)
         self._writing: asyncio.Task[object] | None = None
-        self.waits_for = ""  # why nothing goes on, or empty
         self.last: StepApplied | None = None
         self._val_loss: float | None = None
 
@@ -111,6 +110,7 @@ class Run:
         context.term += 1
         context.journal.set("term", str(context.term))
         context.journal.roll_back(step)
+        context.tally.resume(context.journal.contributions())
         context.step = step
         context.members.forget_steps()
         for index, book in enumerate(context.stages):
@@ -146,15 +146,19 @@ class Run:
     def _note_stage(self, stage: int, *, empty: bool) -> None:
         """In the middle of a step."""
         reason = f"stage {stage} has no peers"
-        if empty and not self.waits_for:
+        waits_for = self._context.waits_for
+        if empty and not waits_for:
             self._say_wait(reason)
-        elif not empty and self.waits_for == reason:
+        elif not empty and waits_for == reason:
             self._say_wait("")
 
     def _say_wait(self, reason: str) -> None:
-        if reason and reason != self.waits_for:
-            self._context.events.emit(RunWaits(f"{reason} since {time.strftime('%H:%M:%S')}"))
-        self.waits_for = reason
+        context = self._context
+        if reason and reason != context.waits_for:
+            context.events.emit(RunWaits(f"{reason} since {time.strftime('%H:%M:%S')}"))
+        elif context.waits_for and not reason:
+            context.events.emit(RunResumes())
+        context.waits_for = reason
 
     def _checkpoint_due(self, step: int) -> bool:
         every = self._context.manifest.checkpoint.every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from swarmtrain.coordinator.apply import Applies, StepResult
 from swarmtrain.coordinator.books import StepBooks
@@ -11,6 +12,7 @@ from swarmtrain.coordinator.journal import Decision
 from swarmtrain.coordinator.lease import Leases
 from swarmtrain.coordinator.prepare import PreparedStage, Preparer
 from swarmtrain.errors import DivergedError
+from swarmtrain.observe.events import StepTimed
 from swarmtrain.observe.faults import Point
 from swarmtrain.run.schedule import gradient_scale, learning_rate, mean_loss
 
@@ -29,19 +31,25 @@ class StepDriver:
         step, stages = context.step, range(context.manifest.stages.count)
         books = StepBooks(len(stages), context.manifest.batch.microbatches_per_step)
         context.books = books
+        started = time.perf_counter()
         await self.leases.run(step, books)
+        leased = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             repairing = tasks.create_task(self.leases.repair(step, books))
             preparing = [tasks.create_task(self._preparer.prepare(step, stage, books)) for stage in stages]
             await asyncio.wait(preparing)
             repairing.cancel()
         prepared = [task.result() for task in preparing]
+        reduced = time.perf_counter()
         decision = self._decide(step, books, prepared)
         context.faults.hit(Point.BEFORE_DECISION)
         context.journal.decide(decision)
         context.decided = decision
         context.faults.hit(Point.AFTER_DECISION)
         result = await self._applies.carry_out(decision, prepared, checkpoint=checkpoint)
+        context.tally.decided(decision)
+        applied = time.perf_counter()
+        context.events.emit(StepTimed(step + 1, leased - started, reduced - leased, applied - reduced))
         context.faults.hit(Point.AFTER_STEP)
         return result
 

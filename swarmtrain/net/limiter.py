@@ -110,6 +110,11 @@ class TokenBucket:
             self._available()
             self._tokens -= num_bytes
 
+    @property
+    def num_waiting(self) -> int:
+        """Senders that wait for the rate to let them through."""
+        return sum(not ticket.cancelled for _, _, ticket in self._queue)
+
     def in_debt(self) -> bool:
         """More was let through than the rate allows so far."""
         return self.rate_bytes_per_s is not None and self._available() < 0

@@ -37,11 +37,13 @@ class GoodputEstimator:
     Averaging the time and not the rate also makes a link that collapses show within a few messages.
     """
 
-    __slots__ = ("_seconds_per_byte", "num_samples")
+    __slots__ = ("_seconds_per_byte", "num_samples", "total_bytes", "total_s")
 
     def __init__(self, prior_bytes_per_s: float | None = None) -> None:
         self._seconds_per_byte: float | None = None if prior_bytes_per_s is None else 1.0 / prior_bytes_per_s
         self.num_samples = 0
+        self.total_bytes = 0
+        self.total_s = 0.0
 
     def add(self, num_bytes: int, seconds: float) -> None:
         """One measured transfer. Too small or impossible ones are ignored."""
@@ -53,6 +55,8 @@ class GoodputEstimator:
         else:
             self._seconds_per_byte += _GOODPUT_WEIGHT * (sample - self._seconds_per_byte)
         self.num_samples += 1
+        self.total_bytes += num_bytes
+        self.total_s += seconds
 
     def set_prior(self, bytes_per_s: float) -> None:
         """What the peer announces; counts only until the first measurement."""

@@ -100,6 +100,13 @@ class Neighbours:
             for link in neighbour.links
         )
 
+    def transfers(self) -> tuple[tuple[int, float], tuple[int, float]]:
+        """(bytes, seconds) of all measured messages, sent and received, as their receivers measured them."""
+        meters = [neighbour.meter for neighbour in self._by_id.values()]
+        up = sum(meter.up.total_bytes for meter in meters), sum(meter.up.total_s for meter in meters)
+        down = sum(meter.down.total_bytes for meter in meters), sum(meter.down.total_s for meter in meters)
+        return up, down
+
     def _forget_some(self) -> None:
         if len(self._by_id) < _MAX_RECORDS:
             return

@@ -267,6 +267,10 @@ class Node:
         """All links, for status."""
         return self._neighbours.snapshot(self._loop.time())
 
+    def transfers(self) -> tuple[tuple[int, float], tuple[int, float]]:
+        """(bytes, seconds) of measured messages, sent and received; peers that were forgotten are not in it."""
+        return self._neighbours.transfers()
+
     def estimate(self, peer_id: str) -> LinkEstimate:
         """What is known about the wire to `peer_id`; survives the links themselves."""
         neighbour = self._neighbours.get(peer_id)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,10 @@ class PeerJoined(Event):
     stage: int
     step: int
 
+    def line(self) -> str:
+        """For a person."""
+        return f"peer {self.peer[-8:]} serves stage {self.stage} from step {self.step}"
+
 
 @dataclass(frozen=True)
 class PeerLost(Event):
@@ -61,6 +63,23 @@ class PeerLost(Event):
     stage: int
     reason: str
 
+    def line(self) -> str:
+        """For a person."""
+        return f"peer {self.peer[-8:]} of stage {self.stage} is lost: {self.reason}"
+
+
+@dataclass(frozen=True)
+class PeerDoubted(Event):
+    """The link to a peer broke: it may be gone. It is lost when it stays silent."""
+
+    peer: str
+    stage: int
+    reason: str
+
+    def line(self) -> str:
+        """For a person."""
+        return f"the link to peer {self.peer[-8:]} of stage {self.stage} broke: {self.reason}"
+
 
 @dataclass(frozen=True)
 class WorkReplayed(Event):
@@ -69,6 +88,10 @@ class WorkReplayed(Event):
     step: int
     stage: int
     microbatches: int
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{self.microbatches} microbatches of step {self.step} are done again on stage {self.stage}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +113,10 @@ class PrepareFailed(Event):
     attempt: int
     reason: str
 
+    def line(self) -> str:
+        """For a person."""
+        return f"stage {self.stage} could not reduce step {self.step} (attempt {self.attempt}): {self.reason}"
+
 
 @dataclass(frozen=True)
 class StepApplied(Event):
@@ -104,6 +131,10 @@ class StepApplied(Event):
     val_loss: float | None = None
     checkpoint: str | None = None
 
+    def line(self) -> str:
+        """For a person."""
+        return f"step {self.step}: loss {self.loss:.4f}, {self.tokens_per_s:,.0f} tokens/s"
+
 
 @dataclass(frozen=True)
 class PeerDiverged(Event):
@@ -113,6 +144,10 @@ class PeerDiverged(Event):
     stage: int
     step: int
 
+    def line(self) -> str:
+        """For a person."""
+        return f"peer {self.peer[-8:]} of stage {self.stage} has another state than the others after step {self.step}"
+
 
 @dataclass(frozen=True)
 class CheckpointWritten(Event):
@@ -121,6 +156,10 @@ class CheckpointWritten(Event):
     step: int
     path: str
 
+    def line(self) -> str:
+        """For a person."""
+        return f"checkpoint of step {self.step}"
+
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
@@ -128,6 +167,10 @@ class CheckpointFailed(Event):
 
     step: int
     reason: str
+
+    def line(self) -> str:
+        """For a person."""
+        return f"the checkpoint of step {self.step} could not be written: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -138,6 +181,10 @@ class RunRolledBack(Event):
     from_step: int
     to_step: int
 
+    def line(self) -> str:
+        """For a person."""
+        return f"stage {self.stage} lost its state: back from step {self.from_step} to step {self.to_step}"
+
 
 @dataclass(frozen=True)
 class SyncProgress(Event):
@@ -145,6 +192,10 @@ class SyncProgress(Event):
 
     step: int
     percent: int
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{self.percent} % of the state of step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -154,6 +205,10 @@ class DonorDropped(Event):
     peer: str
     step: int
     reason: str
+
+    def line(self) -> str:
+        """For a person."""
+        return f"peer {self.peer[-8:]} does not give the state of step {self.step} any more: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -173,6 +228,10 @@ class RunWaits(Event):
 
     reason: str
 
+    def line(self) -> str:
+        """For a person."""
+        return f"the run waits: {self.reason}"
+
 
 @dataclass(frozen=True)
 class RunEnded(Event):
@@ -181,6 +240,64 @@ class RunEnded(Event):
     reason: str
     checkpoint: str = ""
     val_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class RunResumes(Event):
+    """What the run waited for is there."""
+
+    def line(self) -> str:
+        """For a person."""
+        return "the run goes on"
+
+
+@dataclass(frozen=True)
+class StepTimed(Event):
+    """Where the time of a step went, as the coordinator saw it."""
+
+    step: int
+    lease_s: float  # every microbatch through all stages
+    reduce_s: float  # every stage's gradient
+    apply_s: float  # decision and optimizer
+
+
+@dataclass(frozen=True)
+class CallsRerouted(Event):
+    """Calls to the next stage that had to go to another peer, and why; told at most once a second per cause."""
+
+    stage: int
+    cause: str
+    calls: int
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{self.calls} calls to stage {self.stage} went to another peer: {self.cause}"
+
+
+@dataclass(frozen=True)
+class ActivityChanged(Event):
+    """What a peer is doing now, and if it is idle, why. `since` is when that began, `at` when it was certain."""
+
+    cause: str
+    reason: str
+    next: str
+    since: float
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{self.cause.replace('_', ' ')}: {self.reason}" if self.reason else str(self.cause)
+
+
+@dataclass(frozen=True)
+class StepFollowed(Event):
+    """A peer has applied a step, and how many of its microbatches it had finished."""
+
+    step: int
+    microbatches: int
+
+    def line(self) -> str:
+        """For a person."""
+        return f"step {self.step} applied, {self.microbatches} microbatches were done here"
 
 
 Sink = Callable[[Event], None]
@@ -200,22 +317,3 @@ class Events:
         """It happened."""
         for sink in self._sinks:
             sink(event)
-
-
-def json_lines(stream: TextIO) -> Sink:
-    """A sink that writes one JSON object per line."""
-
-    def write(event: Event) -> None:
-        print(json.dumps(event.as_dict()), file=stream, flush=True)
-
-    return write
-
-
-def log_lines(stream: TextIO = sys.stderr) -> Sink:
-    """A sink that writes a line for a person, with the time of day."""
-
-    def write(event: Event) -> None:
-        clock = time.strftime("%H:%M:%S", time.localtime(event.at))
-        print(f"{clock} {event.line()}", file=stream, flush=True)
-
-    return write

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, TypeVar
 
+from swarmtrain.observe.split import Part, TimeSplit
+
 T = TypeVar("T")
 
 
@@ -67,8 +69,9 @@ class ComputeTimes:
 class ComputeThread:
     """Runs jobs one after the other; results arrive on the event loop that submitted them."""
 
-    def __init__(self) -> None:
+    def __init__(self, split: TimeSplit | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self.split = split or TimeSplit()
         self._jobs: list[_Job] = []
         self._serial = itertools.count()
         self._changed = threading.Condition()
@@ -85,6 +88,7 @@ class ComputeThread:
             if self._stopping:
                 raise RuntimeError("the compute thread has stopped")
             heapq.heappush(self._jobs, job)
+            self.split.begin(Part.QUEUE)
             self._changed.notify()
         return await future  # type: ignore[return-value]
 
@@ -105,6 +109,7 @@ class ComputeThread:
             dropped, self._jobs = self._jobs, []
             self._changed.notify()
         for job in dropped:
+            self.split.end(Part.QUEUE)
             job.future.cancel()
         await asyncio.to_thread(self._thread.join)
 
@@ -120,12 +125,15 @@ class ComputeThread:
             began = time.perf_counter()
             self.times.idle_s += began - waited_from
             if job.future.cancelled():
+                self.split.end(Part.QUEUE)
                 continue
+            self.split.take()
             try:
                 value, error = job.work(), None
             except BaseException as caught:
                 value, error = None, caught
             run_s = time.perf_counter() - began
+            self.split.end(Part.COMPUTE)
             self.times.add(job.kind, run_s)
             self._loop.call_soon_threadsafe(_deliver, job, value, error, began - job.submitted, run_s)
 

@@ -12,6 +12,8 @@ from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.net.errors import Refusal
 from swarmtrain.net.node import Node
 from swarmtrain.observe.faults import Faults
+from swarmtrain.observe.split import MicrobatchTimes
+from swarmtrain.observe.word import Word
 from swarmtrain.peer.compute import ComputeThread
 from swarmtrain.peer.jobs import StageJobs
 from swarmtrain.peer.ledger import Ledger
@@ -64,6 +66,7 @@ class Counters:
     refused: dict[str, int] = field(default_factory=dict)
     replayed: int = 0
     evaluated: int = 0
+    times: MicrobatchTimes = field(default_factory=MicrobatchTimes)
 
 
 @dataclass
@@ -83,6 +86,7 @@ class PeerContext:
     max_ledger_bytes: int
     state: PeerState = PeerState.JOINING
     term: int = 0
+    word: Word = field(default_factory=Word)  # what the coordinator said last
     contact_at: float = 0.0  # when the coordinator was last heard, in time of the loop
     is_applying: bool = False  # the step is over, its state is being changed: no more work for it
     faults: Faults = field(default_factory=Faults)

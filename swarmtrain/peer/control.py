@@ -7,17 +7,18 @@ from typing import Any
 
 from swarmtrain.errors import UsageError
 from swarmtrain.observe.control import Command
-from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 
 Change = Callable[[PeerState, str], None]
 
 
-def control_commands(context: PeerContext, leave: Callable[[str], None], change: Change) -> dict[str, Command]:
+def control_commands(
+    context: PeerContext, snapshot: Callable[[], dict[str, Any]], leave: Callable[[str], None], change: Change
+) -> dict[str, Command]:
     """The commands of a peer. `leave` drains it, `change` puts it into another state and says so."""
 
     async def status(request: dict[str, Any]) -> dict[str, Any]:
-        return peer_status(context)
+        return snapshot()
 
     async def drain(request: dict[str, Any]) -> dict[str, Any]:
         leave("asked to drain")
@@ -42,27 +43,3 @@ def control_commands(context: PeerContext, leave: Callable[[str], None], change:
 
     commands: dict[str, Command] = {"status": status, "drain": drain, "pause": pause, "resume": resume}
     return {**commands, "cut": cut} if context.faults.is_enabled else commands
-
-
-def peer_status(context: PeerContext) -> dict[str, Any]:
-    """Where the peer stands and what it has done."""
-    times = context.compute.times
-    return {
-        "kind": "peer",
-        "run": context.run_id,
-        "peer": context.node.peer_id,
-        "stage": context.stage,
-        "state": context.state.value,
-        "step": context.step,
-        "microbatches": context.counters.microbatches,
-        "from_ledger": context.counters.from_ledger,
-        "replayed": context.counters.replayed,
-        "refused": context.counters.refused,
-        "forwards": context.jobs.num_forwards,
-        "recomputed": context.jobs.num_recomputed,
-        "rerouted": context.dispatcher.counters.rerouted if context.dispatcher else {},
-        "ledger_bytes": context.ledger.num_bytes(),
-        "compute_s": {kind.name.lower(): round(times.total_s[kind], 3) for kind in Kind},
-        "idle_s": round(times.idle_s, 3),
-        "traffic": context.node.traffic().summary(),
-    }

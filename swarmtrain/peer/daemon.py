@@ -32,12 +32,17 @@ from swarmtrain.net.node import Node
 from swarmtrain.net.waiting import wait_event
 from swarmtrain.observe.control import ControlServer
 from swarmtrain.observe.events import Events, PeerEnded, PhaseReached
+from swarmtrain.observe.http import HttpServer, parse_address
+from swarmtrain.observe.keeper import StatusKeeper
+from swarmtrain.observe.service import peer_routes
+from swarmtrain.observe.word import understood
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.control import control_commands
 from swarmtrain.peer.coordinator_link import CoordinatorLink, directory_rules
 from swarmtrain.peer.jobs import StageJobs
 from swarmtrain.peer.microbatch import Microbatches
+from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import Fit, PeerOptions, check_fit
 from swarmtrain.peer.steps import Steps
 from swarmtrain.peer.syncing import Syncing
@@ -74,6 +79,9 @@ class PeerDaemon:
 
     def __init__(self, options: PeerOptions, events: Events) -> None:
         self.options, self.events = options, events
+        self.keeper = StatusKeeper("peer")
+        events.add(self.keeper)
+        self._metrics_at = ""
         self.incarnation = secrets.token_hex(8)
         self._leaving = asyncio.Event()
         self._leave_reason = "asked to leave"
@@ -114,7 +122,9 @@ class PeerDaemon:
         self._phase("fit", f"{fit.needed_bytes / 1e6:.0f} MB of {fit.available_bytes / 1e6:.0f} MB")
         context = self.context = await self._build(stack, manifest, fit, link, host, node, directory)
         self._route_messages(context)
+        self.observer = PeerObserver(context, self.steps, self.keeper, self.events, self._limiter)
         await self._control(stack, context)
+        await self._serve_metrics(stack)
         return link, host, directory, context
 
     async def _serve(self, link: CoordinatorLink, host: Host, directory: Directory, context: PeerContext) -> None:
@@ -122,10 +132,12 @@ class PeerDaemon:
         async with asyncio.TaskGroup() as tasks:
             enrolling = tasks.create_task(self._enroll(link, context))
             announcing = tasks.create_task(self._announce(directory, host, context))
+            watching = tasks.create_task(self.observer.watch())
             await self._leaving.wait()
             await self._drain(context)
             enrolling.cancel()
             announcing.cancel()
+            watching.cancel()
         await self._say_goodbye(link, context)
         directory.withdraw(stage_topic(self.options.stage))
         counters, jobs = context.counters, context.jobs
@@ -164,7 +176,7 @@ class PeerDaemon:
         )
         stack.push_async_callback(host.close)
         self._phase("identity", host.peer_id)
-        limiter = RateLimiter(
+        limiter = self._limiter = RateLimiter(
             max_up_bytes_per_s=options.max_up_bytes_per_s or None,
             max_down_bytes_per_s=options.max_down_bytes_per_s or None,
         )
@@ -260,6 +272,7 @@ class PeerDaemon:
         sign = self._sign_of_life(context)
         answer = await context.node.call(coordinator, sign, deadline_s=10.0, expect=Enrolled)
         await context.enter_term(answer.term)
+        context.word = understood(answer.reason)
         now = self._sign_of_life(context)
         if (sign.state, sign.step, sign.incarnation) != (now.state, now.step, now.incarnation):
             self._hurry.set()  # the answer is about a past state: ask again
@@ -304,6 +317,8 @@ class PeerDaemon:
             up_bytes_per_s=self.options.max_up_bytes_per_s,
             name=self.options.name[:64],
             version=__version__,
+            metrics=self._metrics_at,
+            spent=self.observer.spent(),
         )
 
     async def _announce(self, directory: Directory, host: Host, context: PeerContext) -> None:
@@ -342,10 +357,19 @@ class PeerDaemon:
                 await context.step_changed.wait_for(lambda: context.step > step)
 
     async def _control(self, stack: contextlib.AsyncExitStack, context: PeerContext) -> None:
-        commands = control_commands(context, self.leave, self._change)
+        commands = control_commands(context, self.observer.snapshot, self.leave, self._change)
         server = ControlServer(self.options.state_dir / "control.sock", commands)
         await server.start()
         stack.push_async_callback(server.close)
+
+    async def _serve_metrics(self, stack: contextlib.AsyncExitStack) -> None:
+        if not self.options.metrics:
+            return
+        server = HttpServer(peer_routes(self.observer.snapshot))
+        await server.start(*parse_address(self.options.metrics, "--metrics"))
+        stack.push_async_callback(server.close)
+        self._metrics_at = (self.options.metrics_announce or server.address)[:80]
+        self._phase("metrics", f"http://{server.address}/metrics")
 
     def _change(self, state: PeerState, reason: str) -> None:
         assert self.context is not None

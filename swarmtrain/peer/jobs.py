@@ -53,6 +53,7 @@ class StageJobs:
         width = boundary_width(manifest)
         shape = (manifest.batch.sequences_per_microbatch, manifest.model.sequence_length, width)
         self._limits = Limits(max_elements=shape[0] * shape[1] * shape[2], expected_shape=shape)
+        self.boundary_bytes = 4 * shape[0] * shape[1] * shape[2]  # of one boundary tensor as fp32 numbers
         self._forward_encoder = self._encoder(Direction.FORWARD, self.plan.index)
         self._backward_encoder = self._encoder(Direction.BACKWARD, self.plan.index - 1)
         self.max_graphs = max(1, graph_budget_bytes // max(1, activation_bytes(manifest, self.plan)))

@@ -17,6 +17,7 @@ from swarmtrain.errors import DivergedError
 from swarmtrain.net.errors import Refusal
 from swarmtrain.net.exchange import Exchange
 from swarmtrain.observe.faults import Action, Point, damaged
+from swarmtrain.observe.split import Part
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.jobs import BadTensor, StaleWork
@@ -94,13 +95,14 @@ class Microbatches:
             boundary=entry.output,
         )
         deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
-        below = await context.dispatcher.call(work, deadline_s=deadline_s, check=partial(self._check_answer, work))
+        with context.compute.split.during(Part.WIRE):
+            below = await context.dispatcher.call(work, deadline_s=deadline_s, check=partial(self._check_answer, work))
         return Done(below.loss, (context.hop, *below.route), 0.0, 0.0, 0.0, b"")
 
     async def _serve(self, entry: Entry, work: Work, deadline_s: float) -> Done:
         """The way of one microbatch through this stage. Not cancelled by a lost caller."""
         context, clock = self._context, _Clock()
-        ledger = context.ledger
+        ledger, started = context.ledger, asyncio.get_running_loop().time()
         try:
             context.faults.hit(Point.BEFORE_FORWARD)
             timed = await context.compute.run(
@@ -126,6 +128,8 @@ class Microbatches:
         entry.answer = answer
         entry.task = None
         context.counters.microbatches += 1
+        total_s = asyncio.get_running_loop().time() - started
+        context.counters.times.add(clock.queue_s, clock.forward_s + clock.backward_s, total_s)
         if context.faults.hit(Point.BEFORE_ANSWER) is Action.CORRUPT:
             return replace(answer, gradient=damaged(answer.gradient))
         return answer
@@ -150,9 +154,10 @@ class Microbatches:
         def progress(item: Progress) -> None:
             self._tell(entry, item.hops)
 
-        return await context.dispatcher.call(
-            request, deadline_s=deadline_s, on_progress=progress, check=partial(self._check_answer, request)
-        )
+        with context.compute.split.during(Part.WIRE):
+            return await context.dispatcher.call(
+                request, deadline_s=deadline_s, on_progress=progress, check=partial(self._check_answer, request)
+            )
 
     async def _evaluate(self, work: Work, exchange: Exchange) -> Done:
         """A validation microbatch: forward only, touches no ledger."""

@@ -40,6 +40,8 @@ class PeerOptions:
     max_queue: int = 64
     drain_s: float = 60.0
     find_s: float = 60.0
+    metrics: str = ""  # HOST:PORT to serve metrics at; empty: nowhere
+    metrics_announce: str = ""  # HOST:PORT under which the run's Prometheus reaches them, if that is another
     faults: Faults = field(default_factory=Faults)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from swarmtrain.chain.state_transfer import StateSource
 from swarmtrain.net.exchange import Exchange
 from swarmtrain.observe.faults import Point
+from swarmtrain.observe.split import Part as TimePart
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.ledger import Ledger
@@ -125,6 +126,11 @@ class Steps:
                 raise context.refuse(Code.UNPREPARED, f"no prepared sum of step {apply.step} with this digest")
             context.faults.hit(Point.BEFORE_APPLY)
             return await self._apply(apply, ready)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether this step's sum is reduced here and its decision is awaited."""
+        return self._context.step in self._ready
 
     async def snapshot_of(self, step: int) -> StateSource | None:
         """A copy of the state of `step`: a kept one, or a new one while that is the current step."""
@@ -236,7 +242,8 @@ class Steps:
             self._reduction_changed.notify_all()
         reduced = torch.empty(context.jobs.worker.state.gradient_size, dtype=torch.float32)
         try:
-            await reduction.run(reduced, deadline_s=REDUCE_S)
+            with context.compute.split.during(TimePart.REDUCE):
+                await reduction.run(reduced, deadline_s=REDUCE_S)
         except ReductionFailed as error:
             log.info("reduction of step %d failed: %s", prepare.step, error)
             return Unprepared(b"", error.suspects, str(error)[:1000])

@@ -133,6 +133,8 @@ class Enroll(Message):
     up_bytes_per_s: Seconds
     name: Annotated[str, MaxLength(64)]
     version: Annotated[str, MaxLength(32)]
+    metrics: Annotated[str, MaxLength(80)] = ""  # HOST:PORT where its metrics can be read, or empty
+    spent: Annotated[tuple[Seconds, ...], MaxLength(5)] = ()  # seconds: compute, reduce, queue, wire, idle
 
 
 class Verdict(StrEnum):

@@ -1,0 +1,150 @@
+"""`swarmtrain top`: the whole swarm, live, in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import sys
+import termios
+import time
+import tty
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+
+from swarmtrain.cli.places import running
+from swarmtrain.cli.top_text import Line, frame
+from swarmtrain.errors import ExitCode, SwarmtrainError, UsageError
+
+LOOK_BACK_S = 30.0  # shares of time are over about so long
+MAX_ANSWER_BYTES = 32 << 20
+_COLOURS = {"title": "1", "good": "32", "warn": "33", "bad": "31", "faint": "2"}
+
+
+class PageUnreachable(SwarmtrainError):
+    """The coordinator's page does not answer."""
+
+    error_id = "ST-PAGE"
+    exit_code = ExitCode.UNREACHABLE
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("top")(top)
+
+
+def top(
+    url: Annotated[
+        str | None, typer.Argument(help="The coordinator's page; default: that of the coordinator on this machine.")
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.2, max=3600.0, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end; so does a pipe.")] = False,
+) -> None:
+    """The whole swarm, live: stages, peers, links, where the time goes. `q` ends it."""
+    source = Source(_address(url))
+    if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        size = shutil.get_terminal_size((120, 40))
+        for line in source.frame(size.columns, size.lines):
+            print(line.text)
+        return
+    with _screen() as wants_end:
+        while True:
+            size = shutil.get_terminal_size()
+            _show(source.frame(size.columns, size.lines, patient=True))
+            if wants_end(interval):
+                return
+
+
+class Source:
+    """Reads the page's API, and remembers what a frame needs of the past."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._past: deque[dict[str, Any]] = deque()
+        self._losses: list[float] = []
+
+    def frame(self, width: int, height: int, *, patient: bool = False) -> list[Line]:
+        """What to show now. With `patient`, a page that does not answer is a line in the last frame, not an error."""
+        try:
+            self._look()
+        except PageUnreachable as error:
+            if not patient or not self._past:
+                raise
+            last = self._frame(width, height)
+            return [last[0], Line(f"{error}; trying again"[:width], "bad"), *last[2:]]
+        return self._frame(width, height)
+
+    def _frame(self, width: int, height: int) -> list[Line]:
+        return frame(self._past[-1], self._past[0], self._losses, width, height)
+
+    def _look(self) -> None:
+        now = self._get("/api/status")
+        if now.get("kind") != "coordinator":
+            raise PageUnreachable(
+                f"{self._url} is not a coordinator's page", fix="see `swarmtrain status` for its address"
+            )
+        now["news"] = self._get("/api/events")
+        self._losses = [point["loss"] for point in self._get("/api/history") if point["loss"] is not None]
+        self._past.append(now)
+        while len(self._past) > 2 and self._past[1]["now"] < now["now"] - LOOK_BACK_S:
+            self._past.popleft()
+
+    def _get(self, path: str) -> Any:
+        try:
+            with urllib.request.urlopen(self._url + path, timeout=10) as answer:
+                return json.loads(answer.read(MAX_ANSWER_BYTES))
+        except (OSError, ValueError, urllib.error.HTTPError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise PageUnreachable(f"no answer from {self._url}: {reason}", fix="is the coordinator running?") from error
+
+
+def _address(url: str | None) -> str:
+    if url is not None:
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"{url!r:.80} is no address of a page", fix="write http://HOST:PORT/")
+        return url
+    for state_dir in running("coordinator"):
+        with contextlib.suppress(OSError):
+            return (state_dir / "page").read_text().strip()
+    raise UsageError(
+        "no coordinator with a page runs on this machine", fix="name its page: swarmtrain top http://HOST:PORT/"
+    )
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[Callable[[float], bool]]:
+    """The terminal for ourselves, and back as it was. Gives a function that waits, and says whether to end."""
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    sys.stdout.write("\x1b[?1049h\x1b[?25l")
+
+    def wants_end(seconds: float) -> bool:
+        ends_at = time.monotonic() + seconds
+        while (left := ends_at - time.monotonic()) > 0:
+            ready, _, _ = select.select([keyboard], [], [], left)
+            if ready and os.read(keyboard, 1) in (b"q", b"Q", b"\x03", b"\x04", b""):
+                return True
+        return False
+
+    try:
+        tty.setcbreak(keyboard)
+        yield wants_end
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.stdout.write("\x1b[?25h\x1b[?1049l")
+        sys.stdout.flush()
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def _show(lines: list[Line]) -> None:
+    coloured = [f"\x1b[{_COLOURS[line.look]}m{line.text}\x1b[0m" if line.look else line.text for line in lines]
+    sys.stdout.write("\x1b[H" + "\n".join(f"{text}\x1b[K" for text in coloured) + "\x1b[J")
+    sys.stdout.flush()

@@ -1,0 +1,160 @@
+"""What the coordinator shows of the run: one snapshot for status, API, page and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from swarmtrain.coordinator.checkpointing import Checkpoints
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.members import Member
+from swarmtrain.net.errors import LinkClosed
+from swarmtrain.observe.events import PeerDoubted
+from swarmtrain.observe.keeper import RerouteNews, StatusKeeper
+from swarmtrain.observe.split import Part
+
+WATCH_S = 1.0
+MAX_CONTRIBUTORS = 200
+_PARTS = tuple(part.value for part in Part)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A peer's link broke: it may be gone, or come back."""
+
+    at: float  # loop time
+    reason: str
+
+
+class RunObserver:
+    """Watches one run at its coordinator."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        checkpoints: Checkpoints,
+        keeper: StatusKeeper,
+        *,
+        invite: str,
+        refused: Mapping[str, int],
+    ) -> None:
+        self.context, self.keeper, self._refused = context, keeper, refused
+        self._checkpoints, self._invite = checkpoints, invite
+        self._news = RerouteNews(0)
+        self._doubts: dict[str, Doubt] = {}
+        self._process = psutil.Process(os.getpid())
+        self.page_url = ""
+
+    async def watch(self) -> None:
+        """Tell what only counters show; until cancelled."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for event in self._news.since_last(self.context.dispatcher.counters.rerouted):
+                self.context.events.emit(event)
+
+    def link_closed(self, peer_id: str, error: LinkClosed) -> None:
+        """A link ended. A peer whose link breaks is probably gone: shown at once, lost only when it stays silent."""
+        member = self.context.members.get(peer_id)
+        if member is not None:
+            self._doubts[peer_id] = Doubt(asyncio.get_running_loop().time(), str(error))
+            self.context.events.emit(PeerDoubted(peer_id, member.stage, str(error)))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        context, status = self.context, self.keeper.status
+        up, down = context.node.transfers()
+        links = context.node.links()
+        members = context.members.everybody()
+        with self._process.oneshot():
+            memory_bytes, cpu = self._process.memory_info().rss, self._process.cpu_times()
+        return {
+            "kind": "coordinator",
+            **status.headline(),
+            "now": time.time(),
+            "run": context.run_id,
+            "name": context.manifest.run.name,
+            "peer": context.node.peer_id,
+            "term": context.term,
+            "step": context.step,
+            "steps": context.manifest.schedule.steps,
+            "tokens": context.step * context.manifest.tokens_per_step,
+            "tokens_per_step": context.manifest.tokens_per_step,
+            "last": status.last.as_dict() if status.last is not None else None,
+            "val_loss": status.val_loss,
+            "split": status.split.as_dict() if status.split is not None else None,
+            "last_applied_at": status.last_applied_at or None,
+            "stages": [
+                [self._member(member) for member in members if member.stage == stage]
+                for stage in range(context.manifest.stages.count)
+            ],
+            "routes": context.tally.links(),
+            "contributors": self._contributors(members),
+            "checkpoint_step": self._checkpoints.step,
+            "invite": self._invite,
+            "page": self.page_url,
+            "rerouted": context.dispatcher.counters.rerouted,
+            "refused": dict(self._refused),
+            "diverged": status.diverged,
+            "transfers": {
+                "sent": {"bytes": up[0], "seconds": up[1]},
+                "received": {"bytes": down[0], "seconds": down[1]},
+            },
+            "links": len(links),
+            "backlog_bytes": sum(link.backlog_bytes for link in links),
+            "rtt_s": max((link.estimate.rtt_s or 0.0 for link in links), default=0.0),
+            "memory_bytes": memory_bytes,
+            "cpu_s": cpu.user + cpu.system,
+            "events": dict(status.counts),
+            "traffic": context.node.traffic().summary(),
+        }
+
+    def targets(self) -> list[dict[str, Any]]:
+        """Prometheus's HTTP service discovery: every peer that says where its metrics are."""
+        return [
+            {
+                "targets": [member.metrics],
+                "labels": {"stage": str(member.stage), "peer": member.peer_id, "name": member.name},
+            }
+            for member in self.context.members.everybody()
+            if member.metrics
+        ]
+
+    def _member(self, member: Member) -> dict[str, Any]:
+        silent_s = max(0.0, asyncio.get_running_loop().time() - member.seen_at)
+        busy_ms = member.forward_ms + member.backward_ms
+        doubt = self._doubts.get(member.peer_id)
+        if doubt is not None and member.seen_at > doubt.at:
+            self._doubts.pop(member.peer_id, None)
+            doubt = None
+        return {
+            "peer": member.peer_id,
+            "name": member.name,
+            "stage": member.stage,
+            "state": member.state,
+            "step": member.step,
+            "silent_s": silent_s,
+            "doubt": doubt.reason if doubt is not None else "",
+            "microbatches": self.context.tally.contributed[member.peer_id],
+            "forward_ms": member.forward_ms,
+            "backward_ms": member.backward_ms,
+            "capacity": 1000 / busy_ms if busy_ms and member.state == "serving" else 0.0,
+            "spent": dict(zip(_PARTS, member.spent, strict=False)),
+            "metrics": member.metrics,
+        }
+
+    def _contributors(self, members: list[Member]) -> list[dict[str, Any]]:
+        """Who has done most, people who have left included."""
+        tally = self.context.tally
+        named = {member.peer_id: member.name for member in members if member.name}
+        tally.names.update({peer: name for peer, name in named.items() if peer in tally.contributed})
+        here = {member.peer_id for member in members}
+        return [
+            {"peer": peer, "name": tally.names.get(peer, ""), "microbatches": count, "here": peer in here}
+            for peer, count in tally.contributed.most_common(MAX_CONTRIBUTORS)
+        ]

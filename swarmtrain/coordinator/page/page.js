@@ -1,0 +1,169 @@
+// The status page: one live connection, one snapshot, drawn. It only reads.
+import { drawBar, drawCurve, drawPipeline, short } from "./drawing.js";
+
+const $ = (id) => document.getElementById(id);
+const MAX_EVENTS = 60, MAX_ROWS = 200;
+const TONES = { training: "good", complete: "good", waiting: "warn", starting: "warn" };
+const LOUD = { peer_lost: "bad", peer_doubted: "bad", peer_diverged: "bad", run_rolled_back: "bad", run_waits: "warn",
+  prepare_failed: "warn", checkpoint_failed: "bad", work_replayed: "warn" };
+const PARTS = ["compute", "reduce", "queue", "wire", "idle"];
+let points = [], past = [], status = null, isConnected = false, isDrawn = true;
+
+function clock(seconds) {
+  return new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
+}
+
+function duration(seconds) {
+  if (!Number.isFinite(seconds)) return "–";
+  const [d, h, m] = [Math.floor(seconds / 86400), Math.floor(seconds / 3600) % 24, Math.floor(seconds / 60) % 60];
+  return d ? `${d} d ${h} h` : h ? `${h} h ${m} min` : m ? `${m} min` : `${Math.ceil(seconds)} s`;
+}
+
+function showState() {
+  const word = isConnected && status ? status.state : "connecting";
+  $("state-word").textContent = isConnected || !status ? word : "no connection";
+  $("state-word").className = `badge ${isConnected ? TONES[word] || "warn" : "bad"}`;
+  if (!isConnected && status) {
+    $("state-why").textContent = `The coordinator does not answer since ${clock(status.now)}; trying again.`;
+  } else if (status) {
+    const reason = status.reason ? `because ${status.reason}, ` : "";
+    $("state-why").textContent = `${reason}since ${clock(status.since)}.${status.next ? ` Next: ${status.next}.` : ""}`;
+  }
+}
+
+function rate() { // over the last points, so that one slow step does not make it jump
+  const some = points.slice(-20).filter((point) => point.tokens_per_s);
+  if (some.length === 0) return null;
+  return some.length / some.reduce((sum, point) => sum + 1 / point.tokens_per_s, 0);
+}
+
+function showNumbers() {
+  const last = status.last, peers = status.stages.flat(), speed = rate();
+  document.title = `${status.name}: ${status.state}, step ${status.step}`;
+  $("name").textContent = status.name;
+  $("run").textContent = `run ${status.run}`;
+  $("step").textContent = `${status.step} / ${status.steps}`;
+  $("loss").textContent = last && last.loss !== null ? last.loss.toFixed(4) : "–";
+  $("val-loss").textContent = status.val_loss === null ? "–" : status.val_loss.toFixed(4);
+  $("rate").textContent = speed ? short(speed) : "–";
+  $("tokens").textContent = short(status.tokens);
+  const left = speed ? ((status.steps - status.step) * status.tokens_per_step) / speed : NaN;
+  $("left").textContent = status.state === "training" ? duration(left) : "–";
+  $("peers").textContent = `${peers.filter((peer) => peer.state === "serving" && !peer.doubt).length} of ${peers.length}`;
+  $("checkpoint").textContent = status.checkpoint_step ? `step ${status.checkpoint_step}` : "–";
+}
+
+function showTime() {
+  const split = status.split;
+  drawBar($("split"), $("split-text"), split ? [["lease", split.lease_s], ["reduce", split.reduce_s], ["apply", split.apply_s]] : [], true);
+  drawBar($("spent"), $("spent-text"), PARTS.map((name) => [name, spentLately(name)]), false);
+}
+
+function spentLately(name) { // of the peers that were there at the beginning of the minute and have not restarted since
+  const now = past[past.length - 1].spent, before = past[0].spent;
+  let sum = 0;
+  for (const [peer, spent] of now) {
+    const old = past.length > 1 ? before.get(peer) : undefined;
+    if (past.length > 1 && (!old || PARTS.some((part) => spent[part] < old[part]))) continue;
+    sum += spent[name] - (old ? old[name] : 0);
+  }
+  return sum;
+}
+
+function remember() {
+  const spent = new Map(status.stages.flat().filter((peer) => "idle" in peer.spent).map((peer) => [peer.peer, peer.spent]));
+  past.push({ at: status.now, spent });
+  while (past.length > 2 && past[1].at < status.now - 60) past.shift();
+}
+
+function showJoin() {
+  const serving = status.stages.map((peers) => peers.reduce((sum, peer) => sum + peer.capacity, 0));
+  const counts = status.stages.map((peers) => peers.filter((peer) => peer.state === "serving").length);
+  const stage = counts.includes(0) ? counts.indexOf(0) : serving.indexOf(Math.min(...serving));
+  $("needed").textContent = `stage ${stage}`;
+  const text = `pip install swarmtrain\nswarmtrain join ${status.invite} --stage ${stage}`;
+  if ($("join").textContent !== text) $("join").textContent = text;
+}
+
+function showPeople() {
+  const rows = status.stages.flat().map((peer) => [peer.name || peer.peer.slice(-8), String(peer.stage),
+    peer.doubt ? `${peer.state}, link broken` : peer.state, `${peer.silent_s.toFixed(0)} s ago`, String(peer.microbatches),
+    peer.forward_ms ? `${(peer.forward_ms + peer.backward_ms).toFixed(1)} ms` : "–", peer.doubt]);
+  for (const gone of status.contributors.filter((item) => !item.here))
+    rows.push([gone.name || gone.peer.slice(-8), "–", "has left", "–", String(gone.microbatches), "–", ""]);
+  $("people").replaceChildren(...rows.slice(0, MAX_ROWS).map((cells) => {
+    const row = document.createElement("tr");
+    if (cells[6]) row.className = "doubted";
+    row.append(...cells.slice(0, 6).map((text, i) => {
+      const cell = document.createElement(i ? "td" : "th");
+      if (!i) cell.scope = "row";
+      cell.textContent = text;
+      return cell;
+    }));
+    return row;
+  }));
+}
+
+function drawCurves() {
+  drawCurve($("curve"), points, (point) => point.loss, (point) => point.val_loss,
+    (first, last) => `Loss from ${first.loss.toFixed(3)} at step ${first.step} to ${last.loss.toFixed(3)} at step ${last.step}`);
+  drawCurve($("speed"), points, (point) => point.tokens_per_s, null,
+    (first, last) => `Tokens per second, ${short(last.tokens_per_s)} at step ${last.step}`);
+}
+
+function draw() { // at most once per frame, and not while nobody looks
+  if (!isDrawn) return;
+  isDrawn = false;
+  requestAnimationFrame(() => {
+    isDrawn = true;
+    showState();
+    if (!status) return;
+    showNumbers();
+    showTime();
+    showJoin();
+    showPeople();
+    drawPipeline($("pipeline"), status);
+    drawCurves();
+  });
+}
+
+function happened(event) {
+  const item = document.createElement("li"), time = document.createElement("time"), text = document.createElement("span");
+  time.textContent = clock(event.at);
+  time.dateTime = new Date(event.at * 1000).toISOString();
+  text.textContent = event.line;
+  text.className = LOUD[event.event] || "";
+  item.append(time, text);
+  $("events").prepend(item);
+  while ($("events").children.length > MAX_EVENTS) $("events").lastElementChild.remove();
+}
+
+function listen() {
+  const live = new EventSource("api/live");
+  live.onopen = () => { isConnected = true; draw(); };
+  live.onerror = () => {
+    isConnected = false;
+    draw();
+    if (live.readyState === EventSource.CLOSED) setTimeout(listen, 2000);
+  };
+  live.addEventListener("status", (message) => { status = JSON.parse(message.data); isConnected = true; remember(); draw(); });
+  live.addEventListener("curve", (message) => { points = JSON.parse(message.data); draw(); });
+  live.addEventListener("points", (message) => { points.push(...JSON.parse(message.data)); thin(); draw(); });
+  live.addEventListener("happened", (message) => happened(JSON.parse(message.data)));
+}
+
+function thin() { // an open page must not grow for ever either
+  if (points.length > 1200) points = points.filter((point, i) => i % 2 === 0 || i === points.length - 1);
+}
+
+$("copy").addEventListener("click", async () => {
+  try {
+    await navigator.clipboard.writeText($("join").textContent);
+    $("copied").textContent = "copied";
+  } catch {
+    getSelection().selectAllChildren($("join"));
+    $("copied").textContent = "selected: copy it with Ctrl-C";
+  }
+});
+addEventListener("resize", draw);
+listen();

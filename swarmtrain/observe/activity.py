@@ -1,0 +1,108 @@
+"""Why is this peer idle? One pure function from what a peer knows about itself to a cause, a sentence and what is next.
+
+The first cause that holds is named: what lies further away (the run waits for a stage) explains less than what is near
+(the owner has paused this peer).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from swarmtrain.observe.word import Word
+
+
+class Cause(StrEnum):
+    """What a peer does, or why it does nothing. Also the `cause` label of the metrics: a fixed set."""
+
+    WORKING = "working"
+    JOINING = "joining"
+    SYNCING = "syncing"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    COORDINATOR_AWAY = "coordinator_away"
+    BANNED = "banned"
+    CAPPED = "capped"
+    NEXT_STAGE_EMPTY = "next_stage_empty"
+    STEP_END = "step_end"
+    NO_LEASE = "no_lease"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFacts:
+    """What a peer knows about itself at one moment."""
+
+    state: str
+    stage: int
+    step: int
+    coordinator_silent_s: float = 0.0
+    contact_limit_s: float = 10.0  # silence after which its work may not be counted any more
+    word: Word = field(default_factory=Word)  # the coordinator's, with its last verdict
+    sync_text: str = ""
+    is_computing: bool = False
+    num_open: int = 0  # microbatches that it has taken and not answered
+    num_waiting_jobs: int = 0
+    is_reducing: bool = False
+    is_prepared: bool = False  # its sum of this step is reduced; the decision is awaited
+    has_next: bool = False  # there is a stage after its own
+    next_stage_peers: int = 0
+    capped_by: str = ""  # the owner's limit that holds it back, or empty
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """The answer."""
+
+    cause: Cause
+    reason: str
+    next: str
+
+
+def explain(facts: PeerFacts) -> Activity:
+    """What the peer is doing, or why it is idle."""
+    return _life(facts) or _obstacle(facts) or _work(facts)
+
+
+def _life(facts: PeerFacts) -> Activity | None:
+    match facts.state:
+        case "paused":
+            return Activity(Cause.PAUSED, "paused by its owner", "work again after `swarmtrain resume`")
+        case "draining" | "gone":
+            return Activity(Cause.DRAINING, "finishing the step that it has work in", "leaves the run")
+    if facts.coordinator_silent_s > facts.contact_limit_s:
+        following = "looks for it every few seconds, and goes on when it is back"
+        return Activity(Cause.COORDINATOR_AWAY, "the coordinator does not answer", following)
+    match facts.state:
+        case "syncing":
+            reason = facts.sync_text or facts.word.text or "waiting for a state to fetch"
+            return Activity(Cause.SYNCING, reason, "serves as soon as its state is the run's")
+        case "joining":
+            return Activity(Cause.JOINING, "waiting for the coordinator's word", "fetches the state, or serves")
+    return None
+
+
+def _obstacle(facts: PeerFacts) -> Activity | None:
+    """What holds a serving peer back. Computing is never held back."""
+    if facts.is_computing:
+        return None
+    if facts.word.banned:
+        return Activity(Cause.BANNED, facts.word.banned, "is given work again after a while")
+    if facts.capped_by:
+        return Activity(Cause.CAPPED, facts.capped_by, "goes on as the limit allows")
+    if facts.has_next and (not facts.next_stage_peers or facts.stage + 1 in facts.word.empty_stages):
+        return Activity(
+            Cause.NEXT_STAGE_EMPTY,
+            f"stage {facts.stage + 1} has no peers",
+            f"goes on as soon as somebody serves stage {facts.stage + 1}",
+        )
+    return None
+
+
+def _work(facts: PeerFacts) -> Activity:
+    if facts.is_computing or facts.num_open or facts.num_waiting_jobs or facts.is_reducing:
+        return Activity(Cause.WORKING, "", "the next microbatch")
+    if facts.is_prepared:
+        reason = f"its part of step {facts.step} is done; the other stages are not ready"
+        return Activity(Cause.STEP_END, reason, "applies the step when it is decided")
+    reason = f"no work has come: {facts.word.text}" if facts.word.text else "no work has come"
+    return Activity(Cause.NO_LEASE, reason, "the next microbatch")

@@ -1,0 +1,238 @@
+"""A small HTTP server for reading: GET and HEAD, no bodies, no keep-alive, hard limits on everything a client controls.
+
+Enough for a status page, Prometheus and a health check; nothing that is sent to it can change anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import urllib.parse
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from swarmtrain.errors import ExitCode, SwarmtrainError, UsageError
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 8192  # request line and headers
+HEAD_S = 5.0  # a client that has not sent its request by then is cut off
+WRITE_S = 10.0  # a client that does not read for so long is cut off
+MAX_CONNECTIONS = 128
+MAX_STREAMS = 64  # of them, event streams
+
+_REQUEST = re.compile(rb"(GET|HEAD) (/[!-~]{0,2000}) HTTP/1\.[01]\r\n")
+_METHOD = re.compile(rb"[A-Z]{1,16} ")
+_COMMON = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "Connection": "close",
+}
+
+
+class ListenError(SwarmtrainError):
+    """The address for the page or the metrics cannot be listened on."""
+
+    error_id = "ST-LISTEN"
+    exit_code = ExitCode.USAGE
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a handler gets to see."""
+
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]  # lower-case names
+
+
+@dataclass(frozen=True)
+class Response:
+    """A whole answer."""
+
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+    status: HTTPStatus = HTTPStatus.OK
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EventStream:
+    """An answer that goes on: server-sent events, already formatted."""
+
+    chunks: AsyncIterator[bytes]
+
+
+Handler = Callable[[Request], Response | EventStream]
+
+
+def as_json(item: Any) -> Response:
+    """An answer for programs. Numbers that JSON does not have become null."""
+    return Response(json.dumps(finite(item), separators=(",", ":")).encode(), "application/json")
+
+
+def finite(item: Any) -> Any:
+    """The same data without NaN and infinities."""
+    if isinstance(item, float):
+        return item if item - item == 0 else None
+    if isinstance(item, Mapping):
+        return {key: finite(value) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return [finite(value) for value in item]
+    return item
+
+
+def parse_address(text: str, option: str) -> tuple[str, int]:
+    """`HOST:PORT`; UsageError if it is none."""
+    host, separator, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"{option}: {text!r:.80} is not HOST:PORT", fix="write 127.0.0.1:9090, or [::1]:9090")
+    return host, int(port)
+
+
+def checked_address(text: str, option: str) -> str:
+    """An address from the command line, checked before anything is started; empty for `off`."""
+    if text in ("", "off"):
+        return ""
+    parse_address(text, option)
+    return text
+
+
+def show_address(host: str, port: int) -> str:
+    """`HOST:PORT`, IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class HttpServer:
+    """Serves `routes` (by exact path) at one address."""
+
+    def __init__(self, routes: Mapping[str, Handler]) -> None:
+        self._routes = routes
+        self._server: asyncio.AbstractServer | None = None
+        self._clients: set[asyncio.Task[None]] = set()
+        self._num_streams = 0
+        self.host, self.port = "", 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen; port 0 takes a free one. ListenError if that cannot be."""
+        try:
+            self._server = await asyncio.start_server(self._accept, host, port, limit=MAX_HEAD_BYTES)
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ListenError(
+                f"cannot listen on {show_address(host, port)}: {reason}", fix="choose another address or port"
+            ) from error
+        self.host, self.port = host, self._server.sockets[0].getsockname()[1]
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return show_address(self.host, self.port)
+
+    async def close(self) -> None:
+        """Stop listening and cut all clients off."""
+        if self._server is not None:
+            self._server.close()
+        for client in tuple(self._clients):
+            client.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+        if self._server is not None:
+            await self._server.wait_closed()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._clients) >= MAX_CONNECTIONS:
+            writer.close()
+            return
+        self._clients.add(task)
+        try:
+            await self._serve(reader, writer)
+        except (ConnectionError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            log.debug("an HTTP client was cut off: %s", error)
+        except asyncio.CancelledError:
+            pass  # the server closes
+        finally:
+            self._clients.discard(task)
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(HEAD_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            await self._send(writer, _plain(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE), whole=True)
+            return
+        match = _REQUEST.match(head)
+        if match is None:
+            wrong = HTTPStatus.METHOD_NOT_ALLOWED if _METHOD.match(head) else HTTPStatus.BAD_REQUEST
+            await self._send(writer, _plain(wrong), whole=True)
+            return
+        whole = match[1] == b"GET"
+        answer = self._answer(_request(match[2].decode("ascii"), head))
+        if isinstance(answer, Response):
+            await self._send(writer, answer, whole=whole)
+        elif whole:
+            await self._stream(writer, answer)
+
+    def _answer(self, request: Request) -> Response | EventStream:
+        handler = self._routes.get(request.path)
+        if handler is None:
+            return _plain(HTTPStatus.NOT_FOUND)
+        try:
+            answer = handler(request)
+        except Exception:
+            log.exception("cannot answer %s", request.path)
+            return _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
+        if isinstance(answer, EventStream) and self._num_streams >= MAX_STREAMS:
+            return _plain(HTTPStatus.SERVICE_UNAVAILABLE)
+        return answer
+
+    async def _send(self, writer: asyncio.StreamWriter, response: Response, *, whole: bool) -> None:
+        headers = {
+            **_COMMON,
+            "Content-Type": response.content_type,
+            "Content-Length": str(len(response.body)),
+            **response.headers,
+        }
+        writer.write(_head(response.status, headers) + (response.body if whole else b""))
+        async with asyncio.timeout(WRITE_S):
+            await writer.drain()
+
+    async def _stream(self, writer: asyncio.StreamWriter, stream: EventStream) -> None:
+        self._num_streams += 1
+        try:
+            writer.write(_head(HTTPStatus.OK, {**_COMMON, "Content-Type": "text/event-stream"}))
+            async for chunk in stream.chunks:
+                writer.write(chunk)
+                async with asyncio.timeout(WRITE_S):
+                    await writer.drain()
+        finally:
+            self._num_streams -= 1
+
+
+def _request(target: str, head: bytes) -> Request:
+    path, _, query = target.partition("?")
+    headers: dict[str, str] = {}
+    for line in head.decode("latin-1").split("\r\n")[1:]:
+        name, separator, value = line.partition(":")
+        if separator:
+            headers[name.strip().lower()] = value.strip()
+    return Request(path, dict(urllib.parse.parse_qsl(query, max_num_fields=16)) if query else {}, headers)
+
+
+def _head(status: HTTPStatus, headers: Mapping[str, str]) -> bytes:
+    lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in headers.items())]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+def _plain(status: HTTPStatus) -> Response:
+    return Response(f"{status.value} {status.phrase}\n".encode(), status=status)

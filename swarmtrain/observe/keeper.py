@@ -1,0 +1,57 @@
+"""Keeps a daemon's status: a sink of its events, and a bell for those who watch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from swarmtrain.observe.events import CallsRerouted, Event, StepApplied
+from swarmtrain.observe.status import Point, Status, apply, with_point
+
+_USUAL = frozenset({"busy"})  # refusals that belong to normal operation: counted, but no news
+
+
+class StatusKeeper:
+    """The status after everything that was emitted so far."""
+
+    def __init__(self, kind: str, *, num_steps: int = 0) -> None:
+        now = time.time()
+        self.status = Status(kind, now, num_steps=num_steps, since=now)
+        self._bell: asyncio.Future[None] | None = None
+
+    def __call__(self, event: Event) -> None:
+        self.status = apply(event, self.status)
+        if self._bell is not None and not self._bell.done():
+            self._bell.set_result(None)
+        self._bell = None
+
+    def recall(self, curve: Iterable[tuple[int, float, float, float, float]]) -> None:
+        """A restarted coordinator: the curve up to here, from the journal."""
+        for step, at, loss, grad_norm, lr in curve:
+            known = StepApplied(step, loss, 0, 0.0, grad_norm, lr, at=at)
+            self.status = with_point(self.status, Point(step, at, loss, None, None))
+            self.status = replace(self.status, step=step, last=known, last_applied_at=at)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Until the next event, at most `timeout_s`."""
+        if self._bell is None or self._bell.done():
+            self._bell = asyncio.get_running_loop().create_future()
+        await asyncio.wait([self._bell], timeout=timeout_s)
+
+
+class RerouteNews:
+    """Turns the growing counters of a dispatcher into events."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self._told: dict[str, int] = {}
+
+    def since_last(self, rerouted: Mapping[str, int]) -> Iterator[CallsRerouted]:
+        """What has been added, by cause."""
+        for cause, count in rerouted.items():
+            more = count - self._told.get(cause, 0)
+            if more > 0 and cause not in _USUAL:
+                yield CallsRerouted(self._stage, cause, more)
+        self._told = dict(rerouted)

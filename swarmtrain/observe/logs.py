@@ -1,0 +1,90 @@
+"""Where events go: lines for a person, JSON lines for a program, a file in the state directory that cannot grow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from swarmtrain.observe.events import Event, Sink
+
+log = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 8 << 20  # of the event file, and of the older one beside it
+
+
+def printable(text: str) -> str:
+    """The text without what could move a cursor: names and reasons come from other machines."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def json_lines(stream: TextIO) -> Sink:
+    """A sink that writes one JSON object per line."""
+
+    def write(event: Event) -> None:
+        print(json.dumps(event.as_dict()), file=stream, flush=True)
+
+    return write
+
+
+def log_lines(stream: TextIO = sys.stderr) -> Sink:
+    """A sink that writes a line for a person, with the time of day."""
+
+    def write(event: Event) -> None:
+        clock = time.strftime("%H:%M:%S", time.localtime(event.at))
+        print(f"{clock} {printable(event.line())}", file=stream, flush=True)
+
+    return write
+
+
+def daemon_log(stream: TextIO = sys.stderr) -> Sink:
+    """A daemon's log: for a person if one is looking, else for whatever collects logs."""
+    return log_lines(stream) if stream.isatty() else json_lines(stream)
+
+
+class EventFile:
+    """A sink that appends JSON lines to a file and keeps one older file. A full disk costs events, not the daemon."""
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> None:
+        self.path, self._max_bytes = path, max_bytes
+        self._file: TextIO | None = None
+        self._is_failing = False
+
+    @property
+    def older(self) -> Path:
+        """What was written before the file was full."""
+        return self.path.with_suffix(".1.jsonl")
+
+    def __call__(self, event: Event) -> None:
+        try:
+            self._write(json.dumps(event.as_dict()) + "\n")
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                log.warning("events are not written to %s: %s", self.path, error.strerror)
+            self._is_failing = True
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the file; the next event opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                log.debug("%s: %s", self.path, error)
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        if self._file.tell() + len(line) > self._max_bytes and self._file.tell() > 0:
+            self._file.close()
+            self._file = None
+            self.path.replace(self.older)
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(line)
+        self._file.flush()

@@ -1,0 +1,35 @@
+"""What a daemon answers over HTTP: metrics, its snapshot, and whether it is well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+
+from prometheus_client.core import Metric
+
+from swarmtrain.observe.http import Handler, Request, Response, as_json
+from swarmtrain.observe.metrics import CONTENT_TYPE, Snapshot, exposition, peer_families
+
+TakeSnapshot = Callable[[], Snapshot]
+
+
+def daemon_routes(snapshot: TakeSnapshot, families: Callable[[Snapshot], Iterator[Metric]]) -> dict[str, Handler]:
+    """Every daemon's: `/metrics`, `/api/status`, `/healthz`."""
+
+    def metrics(request: Request) -> Response:
+        return Response(exposition(families, snapshot()), CONTENT_TYPE)
+
+    def status(request: Request) -> Response:
+        return as_json(snapshot())
+
+    def health(request: Request) -> Response:
+        state = str(snapshot()["state"])
+        is_well = state != "gone"
+        return Response(f"{state}\n".encode(), status=HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    return {"/metrics": metrics, "/api/status": status, "/healthz": health}
+
+
+def peer_routes(snapshot: TakeSnapshot) -> dict[str, Handler]:
+    """A volunteer's daemon."""
+    return daemon_routes(snapshot, peer_families)

@@ -1,0 +1,134 @@
+"""Where a peer's time goes: at every moment exactly one of compute, reduce, queue, wire, idle (with its cause).
+
+Several things overlap in a peer; a second belongs to the first of the list that is going on in it. So the parts add up
+to the wall-clock, and `idle` is what could have been used. Times of single microbatches, in which waiting in the queue
+counts although the processor is busy with another one, are counted apart (`MicrobatchTimes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from swarmtrain.observe.activity import Cause
+
+_HOLDS_BACK = (Cause.NEXT_STAGE_EMPTY, Cause.CAPPED)  # a call that waits for these moves nothing over the wire
+
+
+class Part(StrEnum):
+    """What the time is spent on; the order is that of precedence."""
+
+    COMPUTE = "compute"  # the compute thread runs a job
+    REDUCE = "reduce"  # a gradient is being reduced with the others of the stage
+    QUEUE = "queue"  # a job is there and has not been begun
+    WIRE = "wire"  # work is on its way to the next stage, being done there, or on its way back
+    IDLE = "idle"
+
+
+class TimeSplit:
+    """Counts seconds by part. Called from the event loop and from the compute thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._going_on = dict.fromkeys(Part, 0)
+        self._cause = Cause.JOINING
+        self._seconds: dict[tuple[Part, Cause | None], float] = {}
+        self._began = self._since = clock()
+        self._current: tuple[Part, Cause | None] = (Part.IDLE, self._cause)
+
+    def begin(self, part: Part) -> None:
+        """Something of this part begins."""
+        with self._lock:
+            self._going_on[part] += 1
+            self._switch()
+
+    def end(self, part: Part) -> None:
+        """It has ended."""
+        with self._lock:
+            self._going_on[part] -= 1
+            self._switch()
+
+    def take(self) -> None:
+        """The compute thread takes a waiting job: from the queue to computing."""
+        with self._lock:
+            self._going_on[Part.QUEUE] -= 1
+            self._going_on[Part.COMPUTE] += 1
+            self._switch()
+
+    @contextlib.contextmanager
+    def during(self, part: Part) -> Iterator[None]:
+        """While the block runs."""
+        self.begin(part)
+        try:
+            yield
+        finally:
+            self.end(part)
+
+    def explain_idle(self, cause: Cause) -> None:
+        """Why the peer is idle when it is, from now on."""
+        with self._lock:
+            self._cause = cause
+            self._switch()
+
+    def is_going_on(self, part: Part) -> bool:
+        """Whether something of this part is under way."""
+        return self._going_on[part] > 0
+
+    def read(self) -> SplitSeconds:
+        """Everything since the start."""
+        with self._lock:
+            self._switch()
+            parts: dict[Part, float] = {part: 0.0 for part in Part if part is not Part.IDLE}
+            idle: dict[str, float] = {}
+            for (part, cause), seconds in self._seconds.items():
+                if cause is None:
+                    parts[part] += seconds
+                else:
+                    idle[cause.value] = idle.get(cause.value, 0.0) + seconds
+            return SplitSeconds({part.value: spent for part, spent in parts.items()}, idle, self._since - self._began)
+
+    def _switch(self) -> None:
+        now = self._clock()
+        self._seconds[self._current] = self._seconds.get(self._current, 0.0) + now - self._since
+        self._since = now
+        self._current = self._now()
+
+    def _now(self) -> tuple[Part, Cause | None]:
+        for part in (Part.COMPUTE, Part.REDUCE, Part.QUEUE):
+            if self._going_on[part]:
+                return part, None
+        if self._going_on[Part.WIRE] and self._cause not in _HOLDS_BACK:
+            return Part.WIRE, None
+        cause = Cause.NO_LEASE if self._cause is Cause.WORKING else self._cause
+        return Part.IDLE, cause
+
+
+@dataclass(frozen=True)
+class SplitSeconds:
+    """Seconds by part; idle ones by cause; all of them together."""
+
+    parts: dict[str, float]
+    idle: dict[str, float]
+    total_s: float
+
+
+@dataclass
+class MicrobatchTimes:
+    """Sums over finished microbatches: waiting for the compute thread, computing, and being away at later stages."""
+
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    below_s: float = 0.0
+    count: int = 0
+
+    def add(self, queue_s: float, compute_s: float, total_s: float) -> None:
+        """One more microbatch, which was here for `total_s`."""
+        self.queue_s += queue_s
+        self.compute_s += compute_s
+        self.below_s += max(0.0, total_s - queue_s - compute_s)
+        self.count += 1

@@ -1,0 +1,189 @@
+"""What a daemon's events add up to: one frozen `Status`, and `apply`, the only way to the next one. No I/O, no clock.
+
+The status verb, the page, the API and the metrics all show this, together with counters that are read when asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from swarmtrain.observe.activity import Cause
+from swarmtrain.observe.events import (
+    ActivityChanged,
+    CheckpointWritten,
+    Event,
+    PeerDiverged,
+    PhaseReached,
+    RunEnded,
+    RunResumes,
+    RunRolledBack,
+    RunWaits,
+    StagePrepared,
+    StepApplied,
+    StepFollowed,
+    StepTimed,
+    SyncProgress,
+)
+
+MAX_RECENT = 60  # events that are kept for showing
+MAX_POINTS = 400  # of the loss curve; when it is full, every second one goes
+_QUIET = (StepTimed, StepApplied, StagePrepared, StepFollowed)  # every step has them: no news
+_PRIVATE = ("path", "checkpoint")  # where files are on the operator's machine is not for the page
+_STARTING = ("identity", "network", "invite", "manifest", "fit", "resume", "page", "metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One step of the curve."""
+
+    step: int
+    at: float
+    loss: float
+    tokens_per_s: float | None  # unknown for steps of a former life of the coordinator
+    val_loss: float | None
+
+
+@dataclass(frozen=True)
+class Status:
+    """A daemon: its state, why, since when, what next; and what its events said last."""
+
+    kind: str  # "peer" or "coordinator"
+    started_at: float
+    num_steps: int = 0  # of the run; 0 while unknown
+    state: str = "starting"
+    cause: str = Cause.JOINING
+    reason: str = ""
+    since: float = 0.0
+    next: str = ""
+    step: int = 0
+    last: StepApplied | None = None
+    val_loss: float | None = None
+    split: StepTimed | None = None
+    points: tuple[Point, ...] = ()
+    stride: int = 1  # steps between two points of the curve
+    sync_percent: int | None = None
+    checkpoint_step: int = 0
+    last_applied_at: float = 0.0
+    diverged: int = 0
+    num_events: int = 0
+    counts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    recent: tuple[tuple[int, Event], ...] = ()  # with their numbers, oldest first
+
+    def headline(self) -> dict[str, Any]:
+        """The part that answers "what is it doing, and why"."""
+        return {
+            "state": self.state,
+            "cause": self.cause,
+            "reason": self.reason,
+            "since": self.since,
+            "next": self.next,
+            "started_at": self.started_at,
+        }
+
+    def news(self) -> list[dict[str, Any]]:
+        """Recent events for showing, oldest first."""
+        shown = [{"number": number, "line": event.line(), **event.as_dict()} for number, event in self.recent]
+        return [{key: value for key, value in item.items() if key not in _PRIVATE} for item in shown]
+
+    def curve(self) -> list[dict[str, Any]]:
+        """The points of the loss curve."""
+        return [asdict(point) for point in self.points]
+
+
+def apply(event: Event, status: Status) -> Status:
+    """The status after `event`."""
+    number = status.num_events + 1
+    counts = MappingProxyType({**status.counts, event.name: status.counts.get(event.name, 0) + 1})
+    recent = status.recent
+    if not isinstance(event, _QUIET):
+        recent = (*recent, (number, event))[-MAX_RECENT:]
+    return _facts(event, _headline(event, replace(status, num_events=number, counts=counts, recent=recent)))
+
+
+def _headline(event: Event, status: Status) -> Status:
+    """State, reason, since, next."""
+    match event:
+        case PhaseReached(phase=phase, detail=detail):
+            state = "starting" if phase in _STARTING else phase
+            return _enter(status, event.at, state, detail if state == phase else f"{phase}: {detail}")
+        case ActivityChanged(cause=cause, reason=reason, next=following, since=since):
+            return replace(status, cause=cause, reason=reason, next=following, since=since)
+        case SyncProgress(step=step, percent=percent):
+            return replace(status, reason=f"fetching the state of step {step}: {percent} %")
+        case RunWaits(reason=reason):
+            what = reason.split(" since ")[0]
+            return _enter(status, event.at, "waiting", what, f"step {status.step + 1}, as soon as that has changed")
+        case RunResumes():
+            return _enter(status, event.at, "training", "", _next_step(status, status.step))
+        case StepApplied(step=step):
+            if status.state == "waiting":  # an apply that was under way when a stage became empty
+                return replace(status, next=f"step {step + 1}, as soon as that has changed")
+            return _enter(status, event.at, "training", "", _next_step(status, step))
+        case RunRolledBack(stage=stage, from_step=before, to_step=step):
+            reason = f"stage {stage} lost its state of step {before}; the run is back at step {step}"
+            return _enter(status, event.at, "training", reason, _next_step(status, step))
+        case RunEnded(reason=reason):
+            return _enter(status, event.at, "complete", reason, "nothing: the peers are told to leave")
+    return status
+
+
+def _facts(event: Event, status: Status) -> Status:
+    """Numbers that events carry."""
+    match event:
+        case StepApplied(step=step):
+            point = Point(step, event.at, event.loss, event.tokens_per_s, event.val_loss)
+            status = with_point(status, point)
+            val_loss = status.val_loss if event.val_loss is None else event.val_loss
+            return replace(status, step=step, last=event, val_loss=val_loss, last_applied_at=event.at)
+        case StepFollowed(step=step):
+            return replace(status, step=step, last_applied_at=event.at)
+        case StepTimed():
+            return replace(status, split=event)
+        case SyncProgress(percent=percent):
+            return replace(status, sync_percent=percent)
+        case PhaseReached(phase="serving"):
+            return replace(status, sync_percent=None)
+        case CheckpointWritten(step=step):
+            return replace(status, checkpoint_step=step)
+        case RunRolledBack(to_step=step):
+            points = tuple(point for point in status.points if point.step <= step)
+            return replace(status, step=step, points=points, last=None)
+        case PeerDiverged():
+            return replace(status, diverged=status.diverged + 1)
+    return status
+
+
+def _enter(status: Status, at: float, state: str, reason: str, following: str | None = None) -> Status:
+    """A state; `since` stays when it is the same one for the same reason."""
+    is_same = (status.state, status.reason) == (state, reason) or state == status.state == "training"
+    since = status.since if is_same else at
+    known = status.next if following is None else following
+    return replace(status, state=state, cause=state, reason=reason, since=since, next=known)
+
+
+def _next_step(status: Status, step: int) -> str:
+    if status.num_steps and step >= status.num_steps:
+        return "the last checkpoint, then the end"
+    return f"step {step + 1}" + (f" of {status.num_steps}" if status.num_steps else "")
+
+
+def with_point(status: Status, point: Point) -> Status:
+    """The curve keeps its first point and one of every `stride` steps, and always the newest."""
+    points = status.points
+    if points and points[-1].step >= point.step:  # after a roll-back steps come again
+        points = tuple(known for known in points if known.step < point.step)
+    if points and not _is_kept(points[-1], status.stride) and len(points) > 1:
+        points = points[:-1]
+    points = (*points, point)
+    stride = status.stride
+    while len(points) > MAX_POINTS:
+        stride *= 2
+        points = (*(known for known in points[:-1] if known.step % stride == 0), points[-1])
+    return replace(status, points=points, stride=stride)
+
+
+def _is_kept(point: Point, stride: int) -> bool:
+    return point.step % stride == 0

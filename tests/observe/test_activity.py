@@ -1,0 +1,69 @@
+"""Why am I idle: each cause from the facts that make it, and which one wins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarmtrain.observe import word
+from swarmtrain.observe.activity import Cause, PeerFacts, explain
+
+SERVING = PeerFacts("serving", stage=1, step=4, has_next=True, next_stage_peers=2)
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause", "reason"),
+    [
+        (SERVING, Cause.NO_LEASE, "no work has come"),
+        (replace(SERVING, num_open=1), Cause.WORKING, ""),
+        (replace(SERVING, is_reducing=True), Cause.WORKING, ""),
+        (
+            replace(SERVING, is_prepared=True),
+            Cause.STEP_END,
+            "its part of step 4 is done; the other stages are not ready",
+        ),
+        (replace(SERVING, next_stage_peers=0), Cause.NEXT_STAGE_EMPTY, "stage 2 has no peers"),
+        (replace(SERVING, num_open=3, next_stage_peers=0), Cause.NEXT_STAGE_EMPTY, "stage 2 has no peers"),
+        (replace(SERVING, num_open=1, capped_by="the upload cap"), Cause.CAPPED, "the upload cap"),
+        (replace(SERVING, coordinator_silent_s=11.0), Cause.COORDINATOR_AWAY, "the coordinator does not answer"),
+        (replace(SERVING, state="paused"), Cause.PAUSED, "paused by its owner"),
+        (replace(SERVING, state="syncing", sync_text="40 %"), Cause.SYNCING, "40 %"),
+        (replace(SERVING, state="joining"), Cause.JOINING, "waiting for the coordinator's word"),
+        (replace(SERVING, state="draining"), Cause.DRAINING, "finishing the step that it has work in"),
+    ],
+)
+def test_each_cause(facts: PeerFacts, cause: Cause, reason: str) -> None:
+    found = explain(facts)
+    assert (found.cause, found.reason) == (cause, reason)
+    assert found.next
+
+
+def test_what_the_coordinator_says_explains_idleness() -> None:
+    told = word.understood(word.banned("calls to it failed"))
+    assert explain(replace(SERVING, word=told)).cause is Cause.BANNED
+    far = word.understood(word.no_peers([3, 5]))
+    assert far.empty_stages == {3, 5}
+    found = explain(replace(SERVING, word=far))
+    assert (found.cause, found.reason) == (Cause.NO_LEASE, "no work has come: stage 3, 5 has no peers")
+    near = word.understood("stage 2 has no peers")  # its directory still lists peers that have died
+    assert explain(replace(SERVING, word=near)).cause is Cause.NEXT_STAGE_EMPTY
+
+
+def test_a_peer_that_computes_is_never_idle() -> None:
+    obstacles = replace(SERVING, next_stage_peers=0, capped_by="x", word=word.understood(word.banned("y")))
+    assert explain(obstacles).cause is Cause.BANNED
+    assert explain(replace(obstacles, is_computing=True)).cause is Cause.WORKING
+
+
+def test_the_owners_wish_comes_first() -> None:
+    facts = replace(SERVING, state="paused", coordinator_silent_s=99.0, next_stage_peers=0)
+    assert explain(facts).cause is Cause.PAUSED
+
+
+@pytest.mark.parametrize("text", ["", "catching up", "stage x has no peers", "stage 9999999999 has no peers", "banned"])
+def test_words_that_are_not_understood_are_only_shown(text: str) -> None:
+    told = word.understood(text)
+    assert told.text == text
+    assert not told.banned
+    assert explain(replace(SERVING, word=told)).cause is Cause.NO_LEASE

@@ -1,0 +1,146 @@
+"""The status page in a real browser, on a real run: quick, live, honest about trouble, usable without a mouse."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.harness import PATIENCE, Swarm, tiny
+
+from .browser import PROGRAM, WHY_NOT, Browser
+
+pytestmark = [pytest.mark.swarm, pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)]
+
+PICTURES = os.environ.get("SWARMTRAIN_TEST_PICTURES")  # a directory: the page's pictures for docs/ are written there
+
+FAULTS = (Path(__file__).parent / "accessibility.js").read_text()
+
+
+@pytest.fixture(scope="module")
+def swarm(shared_place: Path) -> Iterator[Swarm]:
+    manifest = tiny("schedule.steps=1000000", "stages.count=3", "validation.every=5", "checkpoint.every=10")
+    with Swarm(manifest, shared_place, num_peers=4) as swarm:
+        swarm.wait_step(12)
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def page(swarm: Swarm) -> str:
+    return (swarm.coordinator_dir / "page").read_text().strip()
+
+
+@pytest.fixture(scope="module")
+def browser(swarm: Swarm) -> Iterator[Browser]:
+    with Browser() as browser:
+        browser.look(1280, 900)
+        yield browser
+
+
+def text(browser: Browser, item: str) -> str:
+    return str(browser.evaluate(f"document.getElementById('{item}').textContent"))
+
+
+def picture(browser: Browser, name: str) -> None:
+    if PICTURES:
+        browser.screenshot(Path(PICTURES) / name)
+
+
+def test_the_first_content_comes_within_a_second(browser: Browser, page: str) -> None:
+    browser.open(page)
+    browser.wait("document.getElementById('loss')?.textContent.length > 3", timeout_s=20 * PATIENCE)
+    painted = browser.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    assert painted < 1000 * PATIENCE
+
+
+def test_it_shows_the_run_and_goes_on_without_a_reload(browser: Browser, swarm: Swarm) -> None:
+    browser.evaluate("window.isSamePage = true")
+    before = int(text(browser, "step").split("/")[0])
+    browser.wait(f"parseInt(document.getElementById('step').textContent) > {before + 2}", timeout_s=30 * PATIENCE)
+    assert browser.evaluate("window.isSamePage")
+    assert text(browser, "state-word") == "training"
+    assert text(browser, "peers") == "4 of 4"
+    assert browser.evaluate("document.querySelectorAll('#pipeline .peer').length") == 4
+    assert browser.evaluate("document.querySelectorAll('#pipeline .way').length") >= 3
+    assert browser.evaluate("document.querySelector('#curve .line').getAttribute('d').length") > 50
+    assert browser.evaluate("document.querySelector('#speed .line') !== null")
+    assert browser.evaluate("document.querySelectorAll('#spent .part').length") == 5
+    assert swarm.invite() in text(browser, "join")
+    assert "serves stage 2" in text(browser, "events")
+
+
+def test_nothing_is_fetched_from_elsewhere_and_nothing_goes_wrong(browser: Browser, page: str) -> None:
+    assert len(browser.requests) >= 5
+    assert [url for url in browser.requests if not url.startswith((page, "about:"))] == []
+    assert browser.problems == []
+
+
+@pytest.mark.parametrize(("width", "height", "phone"), [(1280, 900, False), (360, 740, True)])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_is_accessible_in_every_size_and_colour(
+    browser: Browser, width: int, height: int, phone: bool, dark: bool
+) -> None:
+    browser.look(width, height, dark=dark, phone=phone)
+    browser.wait(f"innerWidth === {width}", timeout_s=10)
+    time.sleep(0.5)  # a snapshot later everything is drawn in this size
+    assert browser.evaluate(FAULTS) == []
+    picture(browser, f"page-{'phone' if phone else 'desktop'}-{'dark' if dark else 'light'}.png")
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("const b = document.createElement('button'); document.body.append(b)", "no name"),
+        ("const p = document.createElement('p'); p.textContent = 'x'; p.style.color = '#888';"
+         "p.style.background = '#999'; document.body.append(p)", "contrast"),
+        ("const d = document.createElement('div'); d.id = 'step'; document.body.append(d)", "twice"),
+        ("const h = document.createElement('h1'); h.textContent = 'x'; document.body.append(h)", "h1"),
+        ("const w = document.createElement('div'); w.style.width = '9000px'; w.style.height = '1px';"
+         "document.body.append(w)", "wider"),
+    ],
+)  # fmt: skip
+def test_the_check_of_accessibility_sees_planted_faults(browser: Browser, fault: str, named: str) -> None:
+    browser.evaluate(f"(() => {{ {fault} }})()")
+    found = browser.evaluate(FAULTS)
+    browser.evaluate("document.body.lastElementChild.remove()")
+    assert any(named in item for item in found), found
+    assert browser.evaluate(FAULTS) == []
+
+
+def test_the_keyboard_reaches_everything(browser: Browser) -> None:
+    browser.look(1280, 900)
+    browser.evaluate("document.activeElement.blur(); window.scrollTo(0, 0); window.reached = new Set()")
+    for _ in range(20):
+        browser.press("Tab")
+        browser.evaluate("reached.add(document.activeElement.id || document.activeElement.textContent.slice(0, 20))")
+        if browser.evaluate("document.activeElement !== document.body"):
+            assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    reached = browser.evaluate("[...reached]")
+    assert {"Skip to the numbers", "copy", "events", "metrics"} <= set(reached)
+
+
+def test_a_killed_peer_shows_within_five_seconds_and_why_the_run_waits(browser: Browser, swarm: Swarm) -> None:
+    victim = swarm.peers[2]
+    victim.kill()
+    shown = "document.querySelector('#pipeline .doubt, #pipeline .nobody') !== null"
+    assert browser.wait(shown, timeout_s=5 * PATIENCE) < 5 * PATIENCE
+    browser.wait("document.getElementById('state-word').textContent === 'waiting'", timeout_s=40 * PATIENCE)
+    assert "because stage 2 has no peers" in text(browser, "state-why")
+    browser.wait("document.querySelector('#pipeline .nobody') !== null", timeout_s=20)
+    assert text(browser, "needed") == "stage 2"
+    assert "is lost" in text(browser, "events")
+    assert browser.evaluate(FAULTS) == []
+    picture(browser, "page-waiting.png")
+
+
+def test_a_coordinator_that_is_away_is_said_and_found_again(browser: Browser, swarm: Swarm, page: str) -> None:
+    swarm.coordinator.kill()
+    browser.wait("document.getElementById('state-word').textContent === 'no connection'", timeout_s=20 * PATIENCE)
+    swarm.start_coordinator()
+    assert (swarm.coordinator_dir / "page").read_text().strip() == page  # the same port
+    browser.wait("document.getElementById('state-word').textContent === 'waiting'", timeout_s=30 * PATIENCE)
+    assert browser.evaluate("window.isSamePage")
+    assert browser.evaluate("document.querySelector('#curve .line').getAttribute('d').length") > 50  # from the journal

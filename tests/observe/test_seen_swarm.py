@@ -1,0 +1,225 @@
+"""A real swarm, seen: metrics whose parts add up, discovery, API, live events; and why a peer is idle, cause by cause.
+
+One swarm of two stages for all tests of this file, in their order: each test leaves it as the next one needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmtrain.cli.status_text import status_text
+from swarmtrain.observe.activity import Cause
+from tests.swarm.harness import Daemon, Swarm, ask_daemon, swarmtrain, tiny, until
+
+from .web import get, get_json, scrape, total, value
+
+pytestmark = pytest.mark.swarm
+
+METRICS = ("--metrics", "127.0.0.1:0")
+CUT = {"SWARMTRAIN_FAULTS": "before-answer:25:cut"}  # every link breaks: the coordinator bans the peer for a while
+
+
+@pytest.fixture(scope="module")
+def swarm(shared_place: Path) -> Iterator[Swarm]:
+    """The coordinator, and a peer of the last stage only."""
+    manifest = tiny("schedule.steps=1000000", "stages.count=2", "checkpoint.every=20")
+    swarm = Swarm(manifest, shared_place, num_peers=1, min_peers=1)
+    try:
+        swarm.start_coordinator()
+        swarm.start_peer(1, *METRICS, name="last")
+        yield swarm
+    finally:
+        swarm.close()
+
+
+@pytest.fixture(scope="module")
+def page(swarm: Swarm) -> str:
+    return (swarm.coordinator_dir / "page").read_text().strip()
+
+
+def peer(swarm: Swarm, name: str) -> Daemon:
+    return [daemon for daemon in swarm.peers if daemon.name == name][-1]
+
+
+def idle_for(daemon: Daemon, cause: Cause, reason: str = "", *, timeout_s: float = 40.0) -> dict[str, Any]:
+    """Wait until the peer says that it is idle for this cause; its snapshot at that moment."""
+    found: dict[str, Any] = {}
+
+    def is_so() -> bool:
+        found.update(daemon.status())
+        return found["cause"] == cause and reason in found["reason"]
+
+    until(is_so, f"{daemon.name} is idle because of {cause} {reason}", timeout_s=timeout_s)
+    return found
+
+
+def test_no_lease(swarm: Swarm) -> None:
+    last = peer(swarm, "last")
+    swarm.wait_serving(last)
+    status = idle_for(last, Cause.NO_LEASE, "no work has come: stage 0 has no peers")
+    assert "because no work has come: stage 0 has no peers" in status_text(status)
+    assert status["since"] <= time.time() - 1.5
+
+
+def test_the_coordinator_says_for_what_it_waits(swarm: Swarm, page: str) -> None:
+    status = get_json(page + "api/status")
+    assert (status["state"], status["reason"]) == ("waiting", "stage 0 has no peers")
+    assert status == {**status, **{key: status[key] for key in ("since", "next", "invite")}}
+    samples = scrape(page + "metrics")
+    assert value(samples, "swarmtrain_run_peers", stage="0", state="serving") == 0
+    assert value(samples, "swarmtrain_run_peers", stage="1", state="serving") == 1
+    assert value(samples, "swarmtrain_daemon_state", state="waiting") == 1
+
+
+def test_the_parts_of_a_peers_time_add_up_to_the_wall_clock(swarm: Swarm) -> None:
+    swarm.start_peer(0, *METRICS, "--enable-test-faults", name="first", environment=CUT)
+    swarm.start_peer(0, *METRICS, name="second")
+    swarm.wait_step(2)
+    first, last = peer(swarm, "first"), peer(swarm, "last")
+    urls = [swarm.wait(daemon, "phase_reached", phase="metrics")["detail"] for daemon in (first, last)]
+    before = [(time.monotonic(), scrape(url)) for url in urls]
+    swarm.wait_step(swarm.coordinator.status()["step"] + 4)
+    time.sleep(1.0)
+    after = [(time.monotonic(), scrape(url)) for url in urls]
+    for (began, old), (ended, new) in zip(before, after, strict=True):
+        names = ("swarmtrain_peer_seconds_total", "swarmtrain_peer_idle_seconds_total")
+        spent = sum(total(new, name) - total(old, name) for name in names)
+        assert spent == pytest.approx(ended - began, rel=0.02, abs=0.05)
+        computed = value(new, "swarmtrain_peer_seconds_total", part="compute")
+        assert computed == pytest.approx(total(new, "swarmtrain_peer_compute_seconds_total"), rel=0.1, abs=0.1)
+        assert value(new, "swarmtrain_peer_microbatches_total", result="finished") > 0
+
+
+def test_banned(swarm: Swarm) -> None:
+    first = peer(swarm, "first")
+    idle_for(first, Cause.BANNED, "the coordinator gives it no work", timeout_s=90)
+    assert "test fault: cut at before-answer" in first.log.read_text()
+    until(lambda: first.status()["cause"] != Cause.BANNED, "the ban ends")
+
+
+def test_prometheus_finds_the_peers_through_the_coordinator(swarm: Swarm, page: str) -> None:
+    targets = get_json(page + "api/targets")
+    names = {item["labels"]["name"] for item in targets}
+    assert names == {"first", "second", "last"}
+    for item in targets:
+        assert set(item) == {"targets", "labels"}
+        samples = scrape(f"http://{item['targets'][0]}/metrics")
+        assert value(samples, "swarmtrain_peer_stage") == int(item["labels"]["stage"])
+        assert get(f"http://{item['targets'][0]}/healthz")[1] == "serving\n"
+
+
+def test_status_verb_api_and_metrics_show_the_same_numbers(swarm: Swarm, page: str) -> None:
+    def agree() -> bool:
+        first, samples, last = get_json(page + "api/status"), scrape(page + "metrics"), swarm.coordinator.status()
+        if first["step"] != last["step"]:
+            return False
+        assert value(samples, "swarmtrain_run_step") == first["step"]
+        assert value(samples, "swarmtrain_run_loss") == first["last"]["loss"] == last["last"]["loss"]
+        assert first["last"]["loss"] == swarm.losses()[first["step"] - 1]
+        assert sum(item["microbatches"] for item in first["contributors"]) == 6 * 2 * first["step"]
+        return True
+
+    until(agree, "three readings within one step")
+
+
+def test_the_live_stream_tells_of_steps_and_repeats_nothing(swarm: Swarm, page: str) -> None:
+    def read(wanted: Callable[[list[tuple[str, Any]]], bool], last_id: str = "0") -> list[tuple[str, Any]]:
+        request = urllib.request.Request(page + "api/live", headers={"Last-Event-ID": last_id})
+        found: list[tuple[str, Any]] = []
+        with urllib.request.urlopen(request, timeout=30) as stream:
+            name = ""
+            for raw in stream:
+                line = raw.decode().rstrip("\n")
+                if line.startswith("event: "):
+                    name = line[7:]
+                elif line.startswith("data: "):
+                    found.append((name, json.loads(line[6:])))
+                    if wanted(found):
+                        return found
+        raise AssertionError("the stream ended")
+
+    found = read(lambda items: sum(name == "points" for name, _ in items) >= 2)
+    curve = next(item for name, item in found if name == "curve")
+    steps = [point["step"] for point in curve] + [
+        point["step"] for name, item in found if name == "points" for point in item
+    ]
+    assert steps == sorted(set(steps))
+    numbers = [item["number"] for name, item in found if name == "happened"]
+    assert numbers
+    again = read(lambda items: items[-1][0] == "status", last_id=str(numbers[-1]))
+    assert all(item["number"] > numbers[-1] for name, item in again if name == "happened")
+
+
+def test_the_page_cannot_be_made_to_do_anything(swarm: Swarm, page: str) -> None:
+    for path in ("api/status", "api/live", ""):
+        request = urllib.request.Request(page + path, data=b"{}", method="POST")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=10)
+        assert refused.value.code == 405
+    headers = get(page)[2]
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert "unsafe" not in headers["content-security-policy"]
+
+
+def test_events_are_in_the_state_directory(swarm: Swarm) -> None:
+    for daemon in (swarm.coordinator, peer(swarm, "first")):
+        kept = [json.loads(line) for line in (daemon.state_dir / "events.jsonl").read_text().splitlines()]
+        said = [{key: item for key, item in event.items() if key != "from"} for event in list(daemon.events)]
+        assert kept[: len(said) - 3] == said[: len(said) - 3]
+
+
+def test_paused(swarm: Swarm) -> None:
+    first = peer(swarm, "first")
+    ask_daemon(first.state_dir, "pause")
+    status = idle_for(first, Cause.PAUSED, "paused by its owner", timeout_s=10)
+    shown = swarmtrain("status", "--state-dir", str(first.state_dir))
+    assert shown.returncode == 0
+    assert "paused since" in shown.stdout
+    assert "paused by its owner" in shown.stdout
+    assert status["next"] in shown.stdout
+
+
+def test_capped(swarm: Swarm) -> None:
+    """It is the only peer of its stage that takes work: the others are paused."""
+    capped = swarm.start_peer(0, "--max-up", "30kbit", name="capped")
+    swarm.wait_serving(capped)
+    ask_daemon(peer(swarm, "second").state_dir, "pause")
+    idle_for(capped, Cause.CAPPED, "the upload cap of 30,000 bit/s holds messages back")
+
+
+def test_next_stage_empty_and_a_killed_peer_is_seen_at_once(swarm: Swarm, page: str) -> None:
+    last, killed_at = peer(swarm, "last"), time.time()
+    last.kill()
+
+    def is_doubted() -> bool:
+        peers = get_json(page + "api/status")["stages"][1]
+        return not peers or bool(peers[0]["doubt"])
+
+    until(is_doubted, "the coordinator shows the broken link", timeout_s=5)
+    status = idle_for(peer(swarm, "capped"), Cause.NEXT_STAGE_EMPTY, "stage 1 has no peers")
+    assert status["since"] >= killed_at
+    waiting = get_json(page + "api/status")
+    assert (waiting["state"], waiting["reason"]) == ("waiting", "stage 1 has no peers")
+
+
+def test_syncing(swarm: Swarm) -> None:
+    again = swarm.start_peer(1, name="another")
+    swarm.wait(again, "phase_reached", phase="syncing")
+    status = idle_for(again, Cause.SYNCING, "nobody has the state of stage 1", timeout_s=10)
+    assert status["state"] == "syncing"
+
+
+def test_coordinator_away(swarm: Swarm) -> None:
+    swarm.coordinator.kill()
+    killed_at = time.time()
+    status = idle_for(peer(swarm, "capped"), Cause.COORDINATOR_AWAY)
+    assert status["reason"] == "the coordinator does not answer"
+    assert status["since"] == pytest.approx(killed_at, abs=4.0)

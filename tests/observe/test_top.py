@@ -1,0 +1,172 @@
+"""`swarmtrain top`: frames that fit any window, and a terminal that is left as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from swarmtrain.cli.top_text import frame, sparkline
+from swarmtrain.observe.http import HttpServer, as_json
+from tests.swarm.harness import REPOSITORY, clean_environment, swarmtrain
+
+
+def member(name: str, stage: int, **changes: Any) -> dict[str, Any]:
+    spent = {"compute": 6.0, "reduce": 1.0, "queue": 0.5, "wire": 1.5, "idle": 1.0}
+    item = {"peer": f"12D3KooW{name:x>8}", "name": name, "stage": stage, "state": "serving", "step": 4, "silent_s": 1.0}
+    item |= {"doubt": "", "microbatches": 12, "forward_ms": 3.0, "backward_ms": 6.0, "spent": spent, "capacity": 1.0}
+    return {**item, **changes}
+
+
+def snapshot(stages: list[list[dict[str, Any]]], **changes: Any) -> dict[str, Any]:
+    item: dict[str, Any] = {
+        "kind": "coordinator", "name": "nano", "run": "abc", "state": "training", "cause": "training", "reason": "",
+        "since": 1.0, "next": "step 5 of 9", "step": 4, "steps": 9, "val_loss": 2.5, "checkpoint_step": 2, "now": 100.0,
+        "last": {"loss": 2.25, "tokens_per_s": 1234.0}, "split": {"lease_s": 0.6, "reduce_s": 0.3, "apply_s": 0.1},
+        "stages": stages, "routes": [{"from": "12D3KooWxxxxxfirst"[:16], "to": "y", "share": 1.0}],
+        "news": [{"at": 1.0, "line": f"event {number}"} for number in range(60)],
+    }  # fmt: skip
+    return {**item, **changes}
+
+
+TWO = snapshot([[member("first", 0)], [member("second", 1)]])
+
+
+def texts(*arguments: Any) -> list[str]:
+    return [line.text for line in frame(*arguments)]
+
+
+def test_a_frame_has_the_run_its_peers_and_where_the_time_goes() -> None:
+    lines = texts(TWO, TWO, [3.0, 2.5, 2.25], 140, 40)
+    whole = "\n".join(lines)
+    for part in (
+        "nano  run abc",
+        "training since",
+        "next: step 5 of 9",
+        "loss 2.2500",
+        "validation 2.5000",
+        "lease 0.60 s 60 %",
+    ):
+        assert part in whole
+    row = next(line for line in lines if "first" in line)
+    assert row.split()[-10:] == ["60", "%", "5", "%", "15", "%", "10", "%", "10", "%"]
+    assert "event 59" in whole
+
+
+def test_shares_of_time_are_since_the_older_frame() -> None:
+    later = {"compute": 6.0, "reduce": 1.0, "queue": 0.5, "wire": 3.5, "idle": 3.0}
+    now = snapshot([[member("first", 0, spent=later)], [member("second", 1)]])
+    row = next(line for line in texts(now, TWO, [], 140, 40) if "first" in line)
+    assert row.split()[-10::2] == ["0", "0", "50", "0", "50"]
+
+
+def test_trouble_stands_out() -> None:
+    bad = snapshot(
+        [[member("first", 0, doubt="link broke")], []], state="waiting", cause="waiting", reason="stage 1 has no peers"
+    )
+    lines = frame(bad, bad, [], 120, 40)
+    looks = {line.look for line in lines if "link broken" in line.text or "nobody" in line.text}
+    assert looks == {"bad"}
+    assert any("waiting since" in line.text and "stage 1 has no peers" in line.text for line in lines)
+
+
+@pytest.mark.parametrize("width", [20, 60, 79, 120, 300])
+@pytest.mark.parametrize("height", [5, 12, 24, 60])
+def test_frames_fit_every_window(width: int, height: int) -> None:
+    crowd = snapshot([[member(f"p{i}", stage) for i in range(40)] for stage in range(3)])
+    lines = texts(crowd, crowd, [1.0] * 400, width, height)
+    assert len(lines) <= height
+    assert all(len(line) <= width for line in lines)
+
+
+def test_names_from_other_machines_cannot_move_the_cursor() -> None:
+    evil = snapshot([[member("\x1b[2J\x07evil\n", 0)], [member("‮x", 1)]], reason="\x1b]0;title\x07")
+    assert all(line.isprintable() for line in texts(evil, evil, [], 200, 40))
+
+
+def test_a_run_that_has_not_begun_can_be_shown() -> None:
+    empty = snapshot([[], []], last=None, split=None, val_loss=None, news=[], routes=[], state="waiting")
+    assert any("nothing measured yet" in line for line in texts(empty, empty, [], 80, 24))
+
+
+def test_sparkline() -> None:
+    assert sparkline([1.0, 2.0, 3.0], 10) == "▁▄█" or sparkline([1.0, 2.0, 3.0], 10) == "▁▅█"
+    assert sparkline([5.0] * 20, 4) == "▁▁▁▁"
+    assert sparkline([], 4) == ""
+
+
+@pytest.fixture
+def page() -> Iterator[str]:
+    """A server with a coordinator's API; its numbers are made up."""
+    server = HttpServer(
+        {
+            "/api/status": lambda _: as_json(TWO),
+            "/api/events": lambda _: as_json(TWO["news"]),
+            "/api/history": lambda _: as_json([{"step": 1, "loss": 3.0}]),
+        }
+    )
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(server.start("127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield f"http://{server.address}/"
+    asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_once_and_pipes_get_one_frame(page: str) -> None:
+    done = swarmtrain("top", page)
+    assert done.returncode == 0
+    assert "nano  run abc" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_pages_that_are_not_there_are_one_clear_line(page: str) -> None:
+    for url, code, said in (
+        ("http://127.0.0.1:9/", 3, "ST-PAGE: no answer from http://127.0.0.1:9"),
+        (page + "nothing", 3, "ST-PAGE: no answer"),
+        ("example.org", 2, "ST-USAGE: 'example.org' is no address of a page"),
+    ):
+        done = swarmtrain("top", url)
+        assert (done.returncode, done.stderr.count("\n")) == (code, 1)
+        assert said in done.stderr
+
+
+def test_q_ends_it_and_the_terminal_is_as_before(page: str) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "swarmtrain", "top", page, "--interval", "0.2"],
+        stdin=theirs, stdout=theirs, stderr=theirs, env=clean_environment({"TERM": "xterm"}), cwd=REPOSITORY,
+        start_new_session=True,
+    )  # fmt: skip
+    shown = b""
+    ends_at = time.monotonic() + 60
+    while shown.count(b"nano  run abc") < 3 and time.monotonic() < ends_at:  # three frames
+        if select.select([ours], [], [], 0.5)[0]:
+            shown += os.read(ours, 1 << 16)
+    assert termios.tcgetattr(theirs) != before  # keys arrive one by one
+    os.write(ours, b"q")
+    assert process.wait(20) == 0
+    while select.select([ours], [], [], 0.2)[0]:
+        shown += os.read(ours, 1 << 16)
+    assert shown.startswith(b"\x1b[?1049h")
+    assert shown.endswith(b"\x1b[?25h\x1b[?1049l")
+    assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
