@@ -100,12 +100,16 @@ class ReferenceTrainer:
         self._track()
         return mean_loss(losses), norm, rate
 
-    def validate(self) -> float | None:
-        """Mean loss over the validation microbatches, through the codecs; None if the corpus has no validation part."""
+    def validate(self, *, use_codec: bool = True) -> float | None:
+        """Mean loss over the validation microbatches, through the codecs; None if the corpus has no validation part.
+
+        Without the codecs it is the loss of the model alone, which may have learned to live with them.
+        """
         count = min(self.manifest.validation.microbatches, self.sampler.num_validation_microbatches)
         if count == 0:
             return None
-        return mean_loss([self._evaluate(self._tokens(self.sampler.validation(i))) for i in range(count)])
+        batches = [self._tokens(self.sampler.validation(i)) for i in range(count)]
+        return mean_loss([self._evaluate(tokens, use_codec=use_codec) for tokens in batches])
 
     def save(self) -> Path:
         """Write a checkpoint of the current state."""
@@ -145,11 +149,11 @@ class ReferenceTrainer:
                 )
         return loss
 
-    def _evaluate(self, tokens: Tensor) -> float:
+    def _evaluate(self, tokens: Tensor, *, use_codec: bool = True) -> float:
         boundary: Tensor | None = None
         for index, worker in enumerate(self.workers):
             boundary = worker.evaluate(tokens, boundary)
-            if index < len(self.boundaries):
+            if index < len(self.boundaries) and use_codec:
                 boundary = received(boundary, self.codecs.forward, index)
         assert boundary is not None
         return float(boundary)

@@ -62,7 +62,7 @@ class StateLayout:
         self.plan: StagePlan = plan_stages(manifest)[index]
         self.slots, size, moment_size = _lay_out(self.plan)
         d = manifest.model.hidden_size
-        self.has_basis = manifest.boundary.kind != "dense"
+        self.has_basis = manifest.has_subspace
         self.tracks = self.plan.is_last and manifest.boundary.track_every > 0
         self.buffers = [
             BufferSpec("parameters", size, dtype),

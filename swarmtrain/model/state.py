@@ -40,6 +40,7 @@ class StageState:
         if self.layout.has_basis:
             self.basis = self.buffers[3].view(manifest.model.hidden_size, manifest.boundary.k)
             self.basis.copy_(first_basis(manifest))
+        if manifest.boundary.kind != "dense":
             table = token_table(manifest).to(self.device, dtype)
         self._fill_initial()
         self.module = Stage(manifest, self.plan, self.basis, table)
@@ -105,7 +106,7 @@ class StageState:
         return state_digest(self.plan.index, self.step, self.basis_epoch, self.chunk_digests())
 
     def _fill_initial(self) -> None:
-        basis = first_basis(self.manifest) if self.basis is not None else None
+        basis = first_basis(self.manifest) if self.manifest.boundary.kind != "dense" else None
         for slot in self.slots:
             value = initial_tensor(self.manifest, slot.spec, basis)
             self.parameters[slot.span] = value.reshape(-1).to(self.device, self.dtype)
