@@ -27,7 +27,7 @@ from swarmtrain.coordinator.enrolment import Enrolment
 from swarmtrain.coordinator.journal import Journal, JournalError
 from swarmtrain.coordinator.run import Run
 from swarmtrain.data.sampler import Sampler
-from swarmtrain.errors import ExitCode, ManifestError, SwarmtrainError, UsageError
+from swarmtrain.errors import ExitCode, ManifestError, SwarmtrainError
 from swarmtrain.net.directory import Directory, DirectoryOptions, TopicRule
 from swarmtrain.net.errors import NetError, Refusal
 from swarmtrain.net.exchange import Exchange
@@ -38,6 +38,7 @@ from swarmtrain.net.node import Node
 from swarmtrain.observe.control import ControlServer
 from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.observe.faults import Faults
+from swarmtrain.reduce.coding import gradient_spec
 from swarmtrain.run.invite import Invite, run_id_of
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import (
@@ -316,10 +317,7 @@ class CoordinatorDaemon:
 
 def check_supported(manifest: Manifest) -> None:
     """Refuse what the swarm cannot do yet, before anything is started."""
-    if manifest.model.tie_embeddings and manifest.stages.count > 1:
-        raise UsageError("tie_embeddings needs fused synchronization, which the swarm does not have yet")
-    if manifest.boundary.track_every:
-        raise UsageError("subspace tracking is not in the swarm yet", fix="--set boundary.track_every=0")
+    gradient_spec(manifest)
     wires = {
         "wire.forward": (manifest.wire.forward, Direction.FORWARD),
         "wire.backward": (manifest.wire.backward, Direction.BACKWARD),

@@ -23,6 +23,7 @@ from swarmtrain.model.sizes import activation_bytes, id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Gradients, Pass, StageWorker
 from swarmtrain.peer.ledger import Entry, Raw
+from swarmtrain.reduce.coding import Reduced, StageCoder
 from swarmtrain.run.manifest import Manifest
 
 
@@ -56,6 +57,7 @@ class StageJobs:
         self._forward_encoder = self._encoder(Direction.FORWARD, self.plan.index)
         self._backward_encoder = self._encoder(Direction.BACKWARD, self.plan.index - 1)
         self.max_graphs = max(1, graph_budget_bytes // max(1, activation_bytes(manifest, self.plan)))
+        self.coder = StageCoder(worker.state)
         self._passes: dict[int, Pass] = {}
         self._masks_in: dict[int, Aux | None] = {}
         self._masks_out: dict[int, Aux | None] = {}
@@ -128,14 +130,19 @@ class StageJobs:
     def finish(self, reduced: Tensor) -> tuple[float, str]:
         """(squared norm, digest) of a reduced sum, which is made ready for `apply` in place."""
         digest = hashlib.sha256(as_bytes(reduced)).hexdigest()
-        return self.worker.finish(reduced), digest
+        is_counted_here = self.plan.is_first or not self.manifest.model.tie_embeddings
+        return self.worker.finish(reduced, count_embedding=is_counted_here), digest
 
-    def apply(self, reduced: Tensor, scale: float, learning_rate: float) -> str:
-        """One optimizer step; returns the digest of the new state."""
-        self.worker.apply(reduced, scale, learning_rate)
+    def apply(self, reduced: Reduced, scale: float, learning_rate: float, basis: Tensor | None = None) -> str:
+        """One optimizer step, and with `basis` a move of the subspace; returns the digest of the new state."""
+        self.worker.apply(reduced.gradient, scale, learning_rate)
+        reduced.commit()
         self._clear()
         for encoder in (self._forward_encoder, self._backward_encoder):
             encoder.on_step(self.worker.state.step)
+        if basis is not None:
+            self.worker.move_basis(basis.to(self.worker.state.device))
+            self._forget_codecs("the subspace has moved")
         return self.worker.state.digest()
 
     def copy_state(self) -> StateSource:
@@ -147,6 +154,8 @@ class StageJobs:
     def load_state(self, source: StateSource) -> None:
         """Replace the state; whatever was computed with the old one is dropped."""
         self.worker.state.load_buffers(source.buffers, step=source.step, basis_epoch=source.basis_epoch)
+        self.coder.reset()
+        self._forget_codecs("another state was loaded")
         self.drop_work()
 
     def first_state(self) -> StateSource:
@@ -168,6 +177,10 @@ class StageJobs:
         """Drop what is kept for a microbatch that came to nothing."""
         for memory in (self._passes, self._masks_in, self._masks_out):
             memory.pop(microbatch, None)
+
+    def _forget_codecs(self, reason: str) -> None:
+        for encoder in (self._forward_encoder, self._backward_encoder):
+            encoder.reset(reason)
 
     def _check_current(self, entry: Entry) -> None:
         if entry.generation != self.generation:

@@ -7,6 +7,7 @@ digest of the canonical form names the run's definition everywhere: in checkpoin
 from __future__ import annotations
 
 import hashlib
+import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -78,6 +79,14 @@ class WireSection:
 
 
 @dataclass(frozen=True)
+class ReduceSection:
+    """How the replicas of a stage add up their gradients."""
+
+    codec: str = key("none, bf16, int8, topk64 or powersgd32", default="none", pattern=r"[a-z0-9]{1,16}")
+    selective: bool = key("compress only in stages whose reduction would end last", default=False)
+
+
+@dataclass(frozen=True)
 class DataSection:
     """Where the tokens come from."""
 
@@ -143,6 +152,7 @@ class Manifest:
     stages: StagesSection
     boundary: BoundarySection
     wire: WireSection
+    reduce: ReduceSection
     data: DataSection
     batch: BatchSection
     optimizer: OptimizerSection
@@ -173,6 +183,20 @@ class Manifest:
         return matched_ffn_size(self) if self.boundary.match_parameters else self.model.ffn_size
 
     @property
+    def powersgd_rank(self) -> int:
+        """Of reduce.codec = powersgdR; 0 for every other codec. Its right factors are part of the stages' state."""
+        found = re.fullmatch(r"powersgd([1-9]\d{0,3})", self.reduce.codec, re.ASCII)
+        return int(found[1]) if found else 0
+
+    def basis_epoch(self, step: int) -> int:
+        """How often the subspace has moved when `step` steps are applied."""
+        return step // self.boundary.track_every if self.boundary.track_every else 0
+
+    def moves_basis(self, step: int) -> bool:
+        """Whether the subspace moves when step `step` (0-based) is applied."""
+        return self.basis_epoch(step + 1) != self.basis_epoch(step)
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step learns from."""
         batch = self.batch
@@ -185,6 +209,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "stages": StagesSection,
     "boundary": BoundarySection,
     "wire": WireSection,
+    "reduce": ReduceSection,
     "data": DataSection,
     "batch": BatchSection,
     "optimizer": OptimizerSection,

@@ -1,0 +1,90 @@
+"""Every way to send less, in real swarms: against the reference where the result is determined, and through a death.
+
+Replica counts differ between the stages on purpose: a sum that only works for equal counts would show.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarmtrain.checkpoint import Checkpoint
+from swarmtrain.run.manifest import Manifest
+
+from .comparison import References, assert_equals_reference
+from .harness import Swarm, tiny
+
+pytestmark = pytest.mark.swarm
+
+STAGES = ("stages.count=2", "model.num_layers=2")
+
+
+def small(*overrides: str) -> Manifest:
+    """Two stages of one layer: a swarm of three daemons and its coordinator."""
+    return tiny(*STAGES, "schedule.steps=20", *overrides)
+
+
+def survives(swarm: Swarm, *, at_step: int) -> None:
+    """Kill a replica of stage 0 in the middle of the run; the run ends without it."""
+    swarm.wait_step(at_step)
+    victim = swarm.living(0)[-1]
+    assert len(swarm.living(0)) > 1
+    victim.kill()
+    swarm.wait_end()
+    assert not victim.is_running
+    assert swarm.events("peer_lost"), "nobody noticed that a peer died"
+    assert len(swarm.losses()) == swarm.manifest.schedule.steps
+
+
+def embedding(checkpoint: Checkpoint, stage: int) -> object:
+    return checkpoint.load_stage(stage)["parameter/embedding.weight"]
+
+
+@pytest.mark.parametrize("kind", ["subspace", "dense"])
+def test_tied_embeddings_are_synchronized_in_one_group(place: Path, reference: References, kind: str) -> None:
+    """Two replicas of the first stage, one of the last; one of the two is killed on the way."""
+    manifest = small("model.tie_embeddings=true", f"boundary.kind={kind}")
+    with Swarm(manifest, place, num_peers=3) as swarm:
+        survives(swarm, at_step=3)
+        assert_equals_reference(swarm, reference(manifest))
+    checkpoint = swarm.checkpoint()
+    assert embedding(checkpoint, 0).equal(embedding(checkpoint, 1))  # type: ignore[attr-defined]
+
+
+def test_all_stages_move_the_subspace_at_one_apply(place: Path, reference: References) -> None:
+    manifest = small("boundary.track_every=2", "boundary.track_rate=0.5", "checkpoint.every=7")
+    with Swarm(manifest, place, num_peers=3) as swarm:
+        survives(swarm, at_step=3)
+        late = swarm.checkpoint()
+    assert_equals_reference(swarm, reference(manifest))
+    assert late.basis_epoch == 10
+    bases = [late.load_stage(stage)["subspace/basis"] for stage in (0, 1)]
+    assert bases[0].equal(bases[1])
+    assert swarm.manifest.basis_epoch(20) == 10
+
+
+@pytest.mark.parametrize(
+    "codec", ["powersgd2", pytest.param("topk64", marks=pytest.mark.long), pytest.param("int8", marks=pytest.mark.long)]
+)
+def test_one_peer_per_stage_reduces_as_the_reference_does(place: Path, reference: References, codec: str) -> None:
+    manifest = small(f"reduce.codec={codec}")
+    with Swarm(manifest, place, num_peers=2) as swarm:
+        swarm.wait_end()
+        assert_equals_reference(swarm, reference(manifest))
+
+
+@pytest.mark.parametrize(
+    "codec", ["int8", pytest.param("powersgd2", marks=pytest.mark.long), pytest.param("topk64", marks=pytest.mark.long)]
+)
+def test_replicas_agree_on_compressed_gradients_and_survive_a_death(
+    place: Path, reference: References, codec: str
+) -> None:
+    """What a share is rounded to depends on who has which microbatches: the loss agrees, the bits need not."""
+    manifest = small(f"reduce.codec={codec}", "reduce.selective=true" if codec == "int8" else "reduce.selective=false")
+    with Swarm(manifest, place, num_peers=3) as swarm:
+        survives(swarm, at_step=3)
+    assert swarm.audit().passed  # replicas had equal digests after every step
+    exact = reference(small())
+    assert abs(swarm.losses()[-1] - exact.losses[-1]) < 0.3
+    assert swarm.losses()[-1] < exact.losses[0] - 0.5
