@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from swarmtrain.boundary import codec_pair
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.neighbours import Neighbours
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
-from swarmtrain.codec import CodecError, Direction, make_encoder, parse_spec
 from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.apply import Applies
 from swarmtrain.coordinator.checkpointing import Checkpoints
@@ -27,7 +27,7 @@ from swarmtrain.coordinator.enrolment import Enrolment
 from swarmtrain.coordinator.journal import Journal, JournalError
 from swarmtrain.coordinator.run import Run
 from swarmtrain.data.sampler import Sampler
-from swarmtrain.errors import ExitCode, ManifestError, SwarmtrainError
+from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.net.directory import Directory, DirectoryOptions, TopicRule
 from swarmtrain.net.errors import NetError, Refusal
 from swarmtrain.net.exchange import Exchange
@@ -316,16 +316,6 @@ class CoordinatorDaemon:
 
 
 def check_supported(manifest: Manifest) -> None:
-    """Refuse what the swarm cannot do yet, before anything is started."""
+    """Refuse codecs that do not exist or do not go together, before anything is started."""
     gradient_spec(manifest)
-    wires = {
-        "wire.forward": (manifest.wire.forward, Direction.FORWARD),
-        "wire.backward": (manifest.wire.backward, Direction.BACKWARD),
-    }
-    for key, (text, direction) in wires.items():
-        try:
-            encoder = make_encoder(parse_spec(text), boundary=0, direction=direction)
-        except CodecError as error:
-            raise ManifestError(key, str(error)) from error
-        if not encoder.scope.free_routes:
-            raise ManifestError(key, f"{text} needs the same two peers each time; the swarm's routes are free")
+    codec_pair(manifest)
