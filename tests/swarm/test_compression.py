@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from swarmtrain.checkpoint import Checkpoint
+from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
 from swarmtrain.run.manifest import Manifest
+from swarmtrain.wire.messages import Code, Work
 
 from .comparison import References, assert_equals_reference
 from .harness import Swarm, tiny
+from .intruder import Intruder, break_in
 
 pytestmark = pytest.mark.swarm
 
@@ -41,7 +46,7 @@ def embedding(checkpoint: Checkpoint, stage: int) -> object:
     return checkpoint.load_stage(stage)["parameter/embedding.weight"]
 
 
-@pytest.mark.parametrize("kind", ["subspace", "dense"])
+@pytest.mark.parametrize("kind", ["subspace", "learned"])
 def test_tied_embeddings_are_synchronized_in_one_group(place: Path, reference: References, kind: str) -> None:
     """Two replicas of the first stage, one of the last; one of the two is killed on the way."""
     manifest = small("model.tie_embeddings=true", f"boundary.kind={kind}")
@@ -52,9 +57,30 @@ def test_tied_embeddings_are_synchronized_in_one_group(place: Path, reference: R
     assert embedding(checkpoint, 0).equal(embedding(checkpoint, 1))  # type: ignore[attr-defined]
 
 
+def old_epochs_are_refused(swarm: Swarm, directory: Path) -> list[str]:
+    """What a peer whose subspace has not moved says to messages of other epochs. The run has not begun."""
+    status = swarm.coordinator.status()
+    encoder = make_encoder(parse_spec("fp32"), boundary=0, direction=Direction.FORWARD)
+    context = MessageContext(0, Direction.FORWARD)
+    boundary = encoder.encode(torch.zeros(2, 32, 8), context).payload
+    tokens = np.zeros((2, 33), "<u2").tobytes()
+
+    async def attack(one: Intruder) -> list[str]:
+        found = []
+        for epoch in (1, 7):
+            work = Work(status["run"], status["term"], 1, 0, 0, epoch, False, (), tokens, boundary)
+            found.append(await one.refused(swarm.living(1)[0], work))
+        return found
+
+    return break_in(swarm, directory, attack)
+
+
 def test_all_stages_move_the_subspace_at_one_apply(place: Path, reference: References) -> None:
     manifest = small("boundary.track_every=2", "boundary.track_rate=0.5", "checkpoint.every=7")
-    with Swarm(manifest, place, num_peers=3) as swarm:
+    with Swarm(manifest, place, num_peers=2, min_peers=3) as swarm:
+        swarm.wait_serving()
+        assert old_epochs_are_refused(swarm, place / "intruder") == [Code.STALE_BASIS, Code.STALE_BASIS]
+        swarm.start_peer(0)
         survives(swarm, at_step=3)
         late = swarm.checkpoint()
     assert_equals_reference(swarm, reference(manifest))
