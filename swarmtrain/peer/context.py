@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -64,6 +65,7 @@ class Counters:
     refused: dict[str, int] = field(default_factory=dict)
     replayed: int = 0
     evaluated: int = 0
+    critical: Counter[bool] = field(default_factory=Counter)  # gradients that a caller would, or would not, wait for
 
 
 @dataclass

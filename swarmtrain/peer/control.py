@@ -58,6 +58,7 @@ def peer_status(context: PeerContext) -> dict[str, Any]:
         "from_ledger": context.counters.from_ledger,
         "replayed": context.counters.replayed,
         "refused": context.counters.refused,
+        "gradients": {"waited_for": context.counters.critical[True], "hidden": context.counters.critical[False]},
         "forwards": context.jobs.num_forwards,
         "recomputed": context.jobs.num_recomputed,
         "rerouted": context.dispatcher.counters.rerouted if context.dispatcher else {},

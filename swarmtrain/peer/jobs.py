@@ -7,7 +7,7 @@ whether a microbatch's autograd graph is kept until its gradient comes or the st
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from swarmtrain.codec import (
     parse_spec,
 )
 from swarmtrain.codec.errors import CodecError, NeedKeyframe
-from swarmtrain.codec.spec import CastSpec
+from swarmtrain.codec.spec import CastSpec, CriticalSpec
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.buffers import as_bytes
 from swarmtrain.model.layout import boundary_width
@@ -75,6 +75,7 @@ class StageJobs:
         self._limits = Limits(max_elements=shape[0] * shape[1] * shape[2], expected_shape=shape)
         self._forward_encoder = self._encoder(Direction.FORWARD, self.plan.index)
         self._backward_encoder = self._encoder(Direction.BACKWARD, self.plan.index - 1)
+        self._critical_bytes = self._sizes_if_critical(shape)
         self.max_graphs = max(1, graph_budget_bytes // max(1, activation_bytes(manifest, self.plan)))
         self.coder = StageCoder(worker.state)
         self._forward_decoder, self._backward_decoder = Decoder(), Decoder()
@@ -109,6 +110,11 @@ class StageJobs:
     def has_sticky_answers(self) -> bool:
         """The same for gradients on their way back."""
         return not self._backward_encoder.scope.free_routes
+
+    @property
+    def critical_bytes(self) -> tuple[int, int] | None:
+        """(exact, compressed) bytes of a gradient, if it is compressed only where its receiver would wait."""
+        return self._critical_bytes
 
     def take_boundary(self, entry: Entry, step: int, sender: str) -> None:
         """Make a received difference whole, in the order in which they come. Raises WrongPartner."""
@@ -259,6 +265,7 @@ class StageJobs:
         payload = b""
         if gradients.boundary is not None:
             context = self._context(Direction.BACKWARD, step, entry.microbatch, receiver=entry.caller)
+            context = replace(context, critical=entry.is_critical)
             encoded = self._backward_encoder.encode(gradients.boundary, context, self._masks_in.get(entry.microbatch))
             payload = encoded.payload
             if encoded.received is not None:
@@ -297,6 +304,16 @@ class StageJobs:
     def _tokens(self, raw: Raw) -> Tensor:
         array = np.frombuffer(raw, self._id_type).astype(np.int64).reshape(self._token_shape)
         return torch.from_numpy(array).to(self.worker.state.device)  # (s, n + 1)
+
+    def _sizes_if_critical(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        spec = parse_spec(self.manifest.wire.backward)
+        if not isinstance(spec, CriticalSpec):
+            return None
+        encoders = [
+            make_encoder(item, boundary=0, direction=Direction.BACKWARD) for item in (CastSpec("fp32"), spec.inner)
+        ]
+        exact, compressed = [encoder.max_bytes(shape) for encoder in encoders]
+        return exact, compressed
 
     def _encoder(self, direction: Direction, boundary: int) -> Encoder:
         text = self.manifest.wire.forward if direction is Direction.FORWARD else self.manifest.wire.backward

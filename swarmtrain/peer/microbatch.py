@@ -15,6 +15,7 @@ from functools import partial
 from swarmtrain.chain.dispatch import Sticky
 from swarmtrain.codec import Direction
 from swarmtrain.codec.errors import NonFiniteTensor
+from swarmtrain.codec.policy import SendEstimate, is_critical
 from swarmtrain.errors import DivergedError
 from swarmtrain.net.errors import Refusal
 from swarmtrain.net.exchange import Exchange
@@ -64,6 +65,7 @@ class Microbatches:
             entry.hops = {hop.stage: hop for hop in work.hints}
             entry.generation = context.jobs.generation
             entry.caller = exchange.peer_id
+            entry.caller_busy_until = asyncio.get_running_loop().time() + work.backlog_s
             deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
             entry.task = asyncio.create_task(self._serve(entry, work, deadline_s), name=f"microbatch {work.microbatch}")
         else:
@@ -127,6 +129,8 @@ class Microbatches:
                 await context.compute.run(
                     Kind.STEP, -1, lambda: context.jobs.take_boundary(entry, work.step, entry.caller)
                 )
+            if context.dispatcher is None:
+                entry.is_critical = self._is_critical(entry)  # the last stage encodes the gradient in the same job
             timed = await context.compute.run(
                 Kind.FORWARD, work.microbatch, lambda: context.jobs.forward(entry, work.step, partner)
             )
@@ -136,6 +140,7 @@ class Microbatches:
                 answer = self._answer(clock, timed.value.payload, timed.value.loss, ())
             else:
                 below, gradient = await self._gradient_from_below(entry, work, timed.value, partner, deadline_s)
+                entry.is_critical = self._is_critical(entry)
                 back = await context.compute.run(
                     Kind.BACKWARD, work.microbatch, lambda: context.jobs.backward(entry, work.step, gradient)
                 )
@@ -153,6 +158,17 @@ class Microbatches:
         if context.faults.hit(Point.BEFORE_ANSWER) is Action.CORRUPT:
             return replace(answer, gradient=damaged(answer.gradient))
         return answer
+
+    def _is_critical(self, entry: Entry) -> bool:
+        """Whether the caller would stand idle for the exact gradient, and less for the compressed one."""
+        sizes = self._context.jobs.critical_bytes
+        rate = self._context.node.estimate(entry.caller).up_bytes_per_s if sizes is not None else None
+        if sizes is None or not rate:
+            return True
+        other_work_s = max(0.0, entry.caller_busy_until - asyncio.get_running_loop().time())
+        critical = is_critical(SendEstimate(other_work_s, sizes[0] / rate, sizes[1] / rate))
+        self._context.counters.critical[critical] += 1
+        return critical
 
     async def _gradient_from_below(
         self, entry: Entry, work: Work, outcome: Outcome, partner: str, deadline_s: float
@@ -200,6 +216,7 @@ class Microbatches:
             hints=tuple(entry.hops.values()),
             tokens=entry.tokens,
             boundary=payload,
+            backlog_s=context.compute.backlog_s(),
         )
         self._tell(entry, ())
 

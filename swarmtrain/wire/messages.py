@@ -75,6 +75,7 @@ class Work(Message):
     hints: Hops  # who is known to have taken it further down
     tokens: Annotated[Blob, MaxLength(16 * MIB)]
     boundary: Annotated[Blob, MaxLength(256 * MIB)]  # empty for stage 0
+    backlog_s: Seconds = 0.0  # other work that the caller has to do, when it sends this
 
 
 @message(kind="done", priority=Priority.BOUNDARY)
