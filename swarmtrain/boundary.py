@@ -6,6 +6,9 @@ neither remember nor be reminded: what arrives at a receiver that has never hear
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from swarmtrain.codec import (
@@ -29,6 +32,16 @@ _SENDER = {Direction.FORWARD: "lower", Direction.BACKWARD: "upper"}
 _RECEIVER = {Direction.FORWARD: "upper", Direction.BACKWARD: "lower"}
 
 
+@dataclass
+class Traffic:
+    """What has crossed a boundary in one direction, and the processor time that codecs took for it."""
+
+    num_messages: int = 0
+    num_bytes: int = 0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+
 class Boundary:
     """One boundary between two stages: both directions through their codecs, as bytes."""
 
@@ -37,6 +50,7 @@ class Boundary:
         self.index = index
         self._encoders = {way: make_encoder(spec, boundary=index, direction=way) for way, spec in specs.items()}
         self._decoders = {way: Decoder() for way in specs}
+        self.traffic = {way: Traffic() for way in specs}
 
     def cross(
         self,
@@ -51,9 +65,15 @@ class Boundary:
         context = MessageContext(
             self.index, direction, step, microbatch, _SENDER[direction], _RECEIVER[direction], samples=samples
         )
-        encoder = self._encoders[direction]
+        encoder, traffic = self._encoders[direction], self.traffic[direction]
+        started = time.thread_time()
         encoded = encoder.encode(tensor, context, aux)
+        sent = time.thread_time()
         decoded = self._decoders[direction].decode(encoded.payload, context, aux)
+        traffic.decode_s += time.thread_time() - sent
+        traffic.encode_s += sent - started
+        traffic.num_messages += 1
+        traffic.num_bytes += len(encoded.payload)
         encoder.commit(encoded.ticket)
         return decoded.tensor.to(tensor.device, tensor.dtype), decoded.aux
 

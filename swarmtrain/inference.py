@@ -80,7 +80,7 @@ def stage_parameters(checkpoint: Checkpoint, plan: StagePlan) -> dict[str, Tenso
     """The parameters of one stage by full name, and the basis as `subspace/basis`, checked against the plan."""
     tensors = checkpoint.load_stage(plan.index)
     shapes = {f"parameter/{spec.name}": spec.shape for spec in plan.tensors}
-    if checkpoint.manifest.boundary.kind != "dense":
+    if checkpoint.manifest.has_subspace:
         shapes["subspace/basis"] = (checkpoint.manifest.model.hidden_size, checkpoint.manifest.boundary.k)
     for name, shape in shapes.items():
         found = tensors.get(name)

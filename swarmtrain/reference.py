@@ -23,6 +23,7 @@ from swarmtrain.errors import DivergedError, ManifestError
 from swarmtrain.model.layout import EMBEDDING
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Pass, StageWorker
+from swarmtrain.reduce.coding import Reduced, StageCoder
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.schedule import gradient_scale, learning_rate, mean_loss
 
@@ -51,6 +52,7 @@ class ReferenceTrainer:
         self.source = open_run_source(manifest)
         self.sampler = make_sampler(manifest, self.source)
         self.workers = [StageWorker(StageState(manifest, i, device=device)) for i in range(manifest.stages.count)]
+        self.coders = [StageCoder(worker.state) for worker in self.workers]
         self.resumed_from = self._resume()
 
     @property
@@ -86,7 +88,8 @@ class ReferenceTrainer:
         losses = [self._microbatch(t, i) for i in range(self.manifest.batch.microbatches_per_step)]
         self._share_tied_embedding()
         is_tied = self.manifest.model.tie_embeddings
-        reduced = [worker.reduced_sum() for worker in self.workers]
+        found = [self._reduced(index) for index in range(len(self.workers))]
+        reduced = [item.gradient for item in found]
         squares = [
             worker.finish(reduced[index], count_embedding=not is_tied or index == 0)
             for index, worker in enumerate(self.workers)
@@ -97,15 +100,21 @@ class ReferenceTrainer:
         rate = learning_rate(self.manifest, t)
         for worker, gradient in zip(self.workers, reduced, strict=True):
             worker.apply(gradient, scale, rate)
+        for item in found:
+            item.commit()
         self._track()
         return mean_loss(losses), norm, rate
 
-    def validate(self) -> float | None:
-        """Mean loss over the validation microbatches, through the codecs; None if the corpus has no validation part."""
+    def validate(self, *, use_codec: bool = True) -> float | None:
+        """Mean loss over the validation microbatches, through the codecs; None if the corpus has no validation part.
+
+        Without the codecs it is the loss of the model alone, which may have learned to live with them.
+        """
         count = min(self.manifest.validation.microbatches, self.sampler.num_validation_microbatches)
         if count == 0:
             return None
-        return mean_loss([self._evaluate(self._tokens(self.sampler.validation(i))) for i in range(count)])
+        batches = [self._tokens(self.sampler.validation(i)) for i in range(count)]
+        return mean_loss([self._evaluate(tokens, use_codec=use_codec) for tokens in batches])
 
     def save(self) -> Path:
         """Write a checkpoint of the current state."""
@@ -116,10 +125,13 @@ class ReferenceTrainer:
     def _begin_step(self, t: int) -> None:
         """Codecs forget everything where a checkpoint lies: a run that resumes there knows no more."""
         every = self.manifest.checkpoint.every
+        at_checkpoint = bool(every and t % every == 0)
         for boundary in self.boundaries:
             boundary.begin_step(t)
-            if every and t % every == 0:
+            if at_checkpoint:
                 boundary.forget("a checkpoint")
+        for coder in self.coders if at_checkpoint else ():
+            coder.reset()
 
     def _microbatch(self, t: int, i: int) -> float:
         """The way of one microbatch: forward through all stages, backward through all stages."""
@@ -145,14 +157,22 @@ class ReferenceTrainer:
                 )
         return loss
 
-    def _evaluate(self, tokens: Tensor) -> float:
+    def _evaluate(self, tokens: Tensor, *, use_codec: bool = True) -> float:
         boundary: Tensor | None = None
         for index, worker in enumerate(self.workers):
             boundary = worker.evaluate(tokens, boundary)
-            if index < len(self.boundaries):
+            if index < len(self.boundaries) and use_codec:
                 boundary = received(boundary, self.codecs.forward, index)
         assert boundary is not None
         return float(boundary)
+
+    def _reduced(self, index: int) -> Reduced:
+        """A stage's sum as its one peer would reduce it, through the run's gradient codec."""
+        worker, coder = self.workers[index], self.coders[index]
+        if coder.spec.lossy and not self.manifest.reduce.selective:
+            found = coder.alone(worker.sum.total.cpu())
+            return Reduced(found.gradient.to(worker.state.device), found.commit)
+        return Reduced(worker.reduced_sum(), lambda: None)
 
     def _share_tied_embedding(self) -> None:
         """Tied embeddings: both ends of the pipeline get the sum of both gradients, so the copies stay equal."""
@@ -171,6 +191,8 @@ class ReferenceTrainer:
             basis = self.workers[-1].proposed_basis()
             for worker in self.workers:
                 worker.move_basis(basis)
+            for boundary in self.boundaries:
+                boundary.forget("the subspace has moved")
 
     def _resume(self) -> Path | None:
         if self.out is None:

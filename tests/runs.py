@@ -25,7 +25,8 @@ SMALL = (
     "checkpoint.every=0",
     "schedule.steps=4",
 )
-KINDS = ("subspace", "projected", "dense")
+PLAIN_KINDS = ("subspace", "projected", "dense")  # that are a plain LLaMA in the end
+KINDS = (*PLAIN_KINDS, "learned")
 
 
 def small(*overrides: str) -> Manifest:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import KINDS, shards, small, train
+from runs import PLAIN_KINDS, shards, small, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -40,10 +40,10 @@ def largest_difference(checkpoint: Checkpoint, out: Path) -> float:
     return float((theirs.float() - TrainedModel(checkpoint).logits(ids)).abs().max())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PLAIN_KINDS)
 @pytest.mark.parametrize("tie", ["true", "false"])
 def test_transformers_computes_the_same_logits(tmp_path: Path, kind: str, tie: str) -> None:
-    track = ("boundary.track_every=3",) if kind != "dense" else ()
+    track = ("boundary.track_every=3",) if kind in ("subspace", "projected") else ()
     manifest = small(f"boundary.kind={kind}", f"model.tie_embeddings={tie}", "schedule.steps=8", *track)
     checkpoint = train(manifest, tmp_path / "run")
     out = exported(checkpoint, tmp_path / "out")
@@ -72,6 +72,8 @@ def test_control_a_weight_that_is_slightly_off_shows_in_the_logits(tmp_path: Pat
         ("stages.count=2", "stages.layers=[1, 3]", "boundary.tail_layers=2"),
         ("boundary.tail_layers=0",),
         ("boundary.k=32",),
+        ("boundary.match_parameters=true",),
+        ("boundary.kind=learned", "stages.count=1"),
         ("model.num_kv_heads=1", "model.rope_theta=500000.0", "model.norm_epsilon=1e-3"),
         ("model.num_kv_heads=4", "model.vocab_size=300"),
     ],

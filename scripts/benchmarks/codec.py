@@ -7,6 +7,7 @@ against hivemind: our encoder of quant8 against hivemind's uniform 8-bit one (wh
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ from common import figure, parser, report, speed_ratios, take_turns
 from hivemind.compression import CompressionInfo, Uniform8BitQuantization
 
 from swarmtrain.codec import Direction, MessageContext, decode, make_encoder, parse_spec
+from swarmtrain.codec.native import native
 
 CONTEXT = MessageContext(0, Direction.FORWARD)
 DEFAULT = "quant8"
@@ -29,6 +31,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--elements", type=int, default=1 << 22, help="numbers in a message")
     options.add_argument("--rounds", type=int, default=60)
+    options.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: one thread on a busy machine")
     options.add_argument("--also", nargs="*", default=["fp32", "fp16", "quant4"], help="other codecs to measure")
     arguments = options.parse_args()
     tensor = torch.randn(arguments.elements // 1024, 1024, generator=torch.Generator().manual_seed(0))
@@ -40,13 +43,17 @@ def main() -> None:
     contestants["copy"] = lambda: target.copy_(tensor)
     contestants["encoder"] = lambda: encoder.encode(tensor, CONTEXT)
     contestants["hivemind"] = lambda: hivemind_codec.compress(tensor, information)
-    seconds = take_turns(contestants, arguments.rounds)
+    clock = time.perf_counter if arguments.clock == "wall" else time.thread_time
+    seconds = take_turns(contestants, arguments.rounds, clock)
     figures = [
         figure(f"{DEFAULT} against a memory copy", speed_ratios(seconds, DEFAULT, "copy"), 0.5),
         figure(f"{DEFAULT} encoder against hivemind's", speed_ratios(seconds, "encoder", "hivemind"), 3),
         *(figure(f"{spec} against a memory copy", speed_ratios(seconds, spec, "copy"), 0) for spec in arguments.also),
     ]
-    note = f"{arguments.elements} numbers per message, {torch.get_num_threads()} threads"
+    loops = "machine code" if native() is not None else "no machine code"
+    note = (
+        f"{arguments.elements} numbers per message, {torch.get_num_threads()} threads, {loops}, {arguments.clock} clock"
+    )
     report(figures, as_json=arguments.json, notes=[note])
 
 

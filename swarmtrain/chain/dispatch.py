@@ -43,18 +43,42 @@ class Counters:
         self.rerouted[cause] = self.rerouted.get(cause, 0) + 1
 
 
+@dataclass
+class Sticky:
+    """A boundary tensor as a difference to what one peer holds: for that peer only, the others get the whole one."""
+
+    peer_id: str
+    payload: bytes
+    refused: bool = False
+    delivered: bool = False
+
+
 class Dispatcher:
     """Calls the peers of one stage."""
 
     def __init__(self, node: Node, neighbours: Neighbours) -> None:
         self._node, self.neighbours = node, neighbours
         self.counters = Counters()
+        self._partner = ""
+
+    def partner(self, num_bytes: int) -> str:
+        """The peer that sticky codecs build on: the same one as long as it may be asked. Empty if there is nobody."""
+        pick = self.neighbours.router.pick(num_bytes, prefer=(self._partner,) if self._partner else ())
+        self._partner = pick.peer_id if pick is not None else ""
+        return self._partner
 
     async def call(
-        self, work: Work, *, deadline_s: float, on_progress: OnProgress | None = None, check: Callable[[Done], None]
+        self,
+        work: Work,
+        *,
+        deadline_s: float,
+        on_progress: OnProgress | None = None,
+        check: Callable[[Done], None],
+        sticky: Sticky | None = None,
     ) -> Done:
         """Have `work` done by some peer of the stage. `check` raises ValueError for an answer that cannot be right.
 
+        `sticky` replaces the boundary for one peer, as long as that peer does not refuse it.
         Raises Refusal if the answer would be the same everywhere, or if nobody did it within `deadline_s`.
         """
         loop = asyncio.get_running_loop()
@@ -63,7 +87,7 @@ class Dispatcher:
         tried: set[str] = set()
         last = "no peer has been found"
         while (left_s := ends_at - loop.time()) > 0:
-            pick = self._pick(work, hints, tried)
+            pick = self._pick(work, hints, tried, sticky)
             if pick is None:
                 tried.clear()
                 await self.neighbours.wait_for_news(min(NEWS_S, left_s))
@@ -71,11 +95,20 @@ class Dispatcher:
             if pick.wait_s > 0:
                 await self.neighbours.wait_for_news(min(pick.wait_s, left_s))
             request = replace(work, hints=tuple(hop for hop in hints.values() if hop.stage > work.stage))
+            is_sticky = sticky is not None and pick.peer_id == sticky.peer_id and not sticky.refused
+            if sticky is not None and is_sticky:
+                request = replace(request, boundary=sticky.payload)
             try:
-                return await self._call_one(request, pick, ends_at, hints, on_progress, check)
+                done = await self._call_one(request, pick, ends_at, hints, on_progress, check)
+                if sticky is not None:
+                    sticky.delivered = is_sticky
+                return done
             except Refusal as refusal:
                 if refusal.code in _FINAL:
                     raise
+                if sticky is not None and is_sticky and refusal.code == Code.NEED_KEYFRAME:
+                    sticky.refused = True
+                    continue
                 last = f"{pick.peer_id[-8:]}: {refusal}"
                 if refusal.code != Code.BUSY:
                     tried.add(pick.peer_id)
@@ -85,9 +118,10 @@ class Dispatcher:
                 log.debug("stage %d: %s", work.stage, last)
         raise Refusal(Code.NOBODY, f"stage {work.stage} did not do ({work.step}, {work.microbatch}): {last}"[:1000])
 
-    def _pick(self, work: Work, hints: dict[int, Hop], tried: set[str]) -> Pick | None:
+    def _pick(self, work: Work, hints: dict[int, Hop], tried: set[str], sticky: Sticky | None) -> Pick | None:
         hint = hints.get(work.stage)
-        prefer = (hint.peer_id,) if hint is not None else ()
+        known = [hint.peer_id] if hint is not None else []
+        prefer = known + ([sticky.peer_id] if sticky is not None else [])
         return self.neighbours.router.pick(len(work.boundary) + len(work.tokens), exclude=tried, prefer=prefer)
 
     async def _call_one(

@@ -23,7 +23,7 @@ from swarmtrain.codec.errors import (
 )
 from swarmtrain.codec.mask import aux_from_bytes
 from swarmtrain.codec.names import parse_pair, parse_spec
-from swarmtrain.codec.registry import Decoder, decode, make_encoder
+from swarmtrain.codec.registry import Decoder, decode, make_encoder, needs_state
 from swarmtrain.codec.samples import SampleStore
 from swarmtrain.codec.spec import CodecPair, CodecSpec
 from swarmtrain.codec.topk import inline_aux
@@ -54,6 +54,7 @@ __all__ = [
     "decode",
     "inline_aux",
     "make_encoder",
+    "needs_state",
     "parse_pair",
     "parse_spec",
 ]

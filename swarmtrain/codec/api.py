@@ -91,6 +91,7 @@ class Encoded:
     payload: bytes
     aux: Aux | None
     ticket: Ticket
+    received: torch.Tensor | None = None  # sticky codecs: what the receiver will hold, to send it whole if need be
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class EF21Encoder(Encoder):
         ticket = self._new_ticket(context)
         self._open[ticket] = context.receiver
         _remember(self._links, context.receiver, after)
-        return Encoded(payload, None, ticket)
+        return Encoded(payload, None, ticket, after.numbers.clone())
 
     def max_bytes(self, shape: Sequence[int]) -> int:
         """Exact."""

@@ -35,6 +35,7 @@ import torch
 
 from swarmtrain.codec.api import Buffer, Limits
 from swarmtrain.codec.errors import CodecError, CorruptPayload, UnknownCodec
+from swarmtrain.codec.native import native
 from swarmtrain.codec.tensors import DTYPES
 
 MAGIC = b"STc1"
@@ -144,7 +145,10 @@ def _checksum(head: memoryview, body: memoryview) -> int:
     words = numpy.frombuffer(body, dtype="<u8", count=num_rows * _ROW_WORDS).reshape(num_rows, _ROW_WORDS)
     row_sums = numpy.empty(num_rows, dtype="<u8")
     column_sums = numpy.zeros(_ROW_WORDS, dtype="<u8")
-    for start in range(0, num_rows, _BAND_ROWS):
+    loops = native()
+    if loops is not None:
+        loops.sums(words, row_sums, column_sums)
+    for start in range(0, num_rows, _BAND_ROWS) if loops is None else ():
         band = words[start : start + _BAND_ROWS]  # (rows, words), stays in the cache for the second sum
         numpy.sum(band, axis=1, out=row_sums[start : start + _BAND_ROWS])
         column_sums += numpy.sum(band, axis=0)

@@ -19,6 +19,7 @@ import torch
 
 from swarmtrain.codec.api import Aux, Direction, Encoded, Encoder, MessageContext
 from swarmtrain.codec.errors import CorruptPayload, NonFiniteTensor
+from swarmtrain.codec.native import native
 from swarmtrain.codec.packing import pack_codes, packed_bytes, unpack_codes
 from swarmtrain.codec.payload import Header, header_bytes, seal
 from swarmtrain.codec.spec import MAX_GROUP, QUANT_BITS, QuantSpec
@@ -34,6 +35,7 @@ _INFINITY_BITS = 0x7F800000
 _LARGEST_SCALE = 0x7F7F  # of bf16; the fp32 numbers above it differ by less than half a step of 8 bits
 _SMALL_SCALE = 2.0**-100  # L / scale is still a normal number
 _LIFT = 2.0**64
+_NATIVE_FROM = 1 << 12  # numbers; below, a call costs as much as it saves
 
 Scales = numpy.typing.NDArray[numpy.uint16]
 
@@ -107,6 +109,11 @@ def quantize(numbers: torch.Tensor, bits: int, group: int, memory: Memory | None
     scales = body[: 2 * num_groups].view("<u2")
     packed = body[2 * num_groups :]
     whole = num_elements // group
+    if bits == 8 and _quantize_native(numbers[: whole * group], group, scales[:whole], packed[: whole * group]):
+        tail = num_elements - whole * group
+        if tail:
+            _quantize_tail(numbers[whole * group :], bits, group, scales[whole:], packed[whole * group :])
+        return body
     matrix = numbers[: whole * group].view(whole, group)  # (groups, group)
     chunk = _rows_per_chunk(num_elements, group)
     scratch = memory.scratch(min(whole, chunk), group)
@@ -115,12 +122,27 @@ def quantize(numbers: torch.Tensor, bits: int, group: int, memory: Memory | None
         _quantize_rows(rows, bits, scales[start : start + rows.shape[0]], codes, scratch)
     tail = num_elements - whole * group
     if tail:
-        padded = torch.zeros(1, group)
-        padded[0, :tail] = numbers[whole * group :]
-        codes = numpy.empty(packed_bytes(group, bits), dtype=numpy.uint8)
-        _quantize_rows(padded, bits, scales[whole:], codes, padded.clone())
-        _slice(packed, bits, whole * group, tail)[:] = codes[: packed_bytes(tail, bits)]
+        _quantize_tail(numbers[whole * group :], bits, group, scales[whole:], _slice(packed, bits, whole * group, tail))
     return body
+
+
+def _quantize_native(numbers: torch.Tensor, group: int, scales: Scales, codes: Bytes) -> bool:
+    """Fill `scales` and `codes` of whole groups by machine code; False if there is none. Raises NonFiniteTensor."""
+    loops = native() if numbers.numel() >= _NATIVE_FROM else None
+    if loops is None:
+        return False
+    if not loops.quantize(numbers.numpy(), group, scales, codes):
+        raise NonFiniteTensor("a boundary tensor holds NaN or infinity")
+    return True
+
+
+def _quantize_tail(numbers: torch.Tensor, bits: int, group: int, scales: Scales, packed: Bytes) -> None:
+    """The last, shorter group."""
+    padded = torch.zeros(1, group)
+    padded[0, : numbers.numel()] = numbers
+    codes = numpy.empty(packed_bytes(group, bits), dtype=numpy.uint8)
+    _quantize_rows(padded, bits, scales, codes, padded.clone())
+    packed[:] = codes[: packed_bytes(numbers.numel(), bits)]
 
 
 def dequantize(body: Bytes, num_elements: int, bits: int, group: int) -> torch.Tensor:
@@ -132,11 +154,16 @@ def dequantize(body: Bytes, num_elements: int, bits: int, group: int) -> torch.T
     if largest > _LARGEST_SCALE:
         raise CorruptPayload("a scale is negative, infinite or NaN")
     numbers = torch.empty(num_elements)
-    steps = (scales.astype(numpy.uint32) << numpy.uint32(16)).view(numpy.float32)  # (groups,)
+    loops = native() if bits == 8 and num_elements >= _NATIVE_FROM else None
+    done = 0
+    if loops is not None:
+        done = num_elements // group * group
+        loops.dequantize(packed[:done], group, scales, numbers[:done].numpy())
+    steps = (scales.astype(numpy.uint32) << numpy.uint32(16)).view(numpy.float32)[done // group :]  # (groups,)
     steps /= numpy.float32(_levels(bits))
     chunk = _rows_per_chunk(num_elements, group) * group
-    for first, target in _pieces(numbers, chunk):
-        codes = unpack_codes(_slice(packed, bits, first, target.shape[0]), bits, target.shape[0])
+    for first, target in _pieces(numbers[done:], chunk):
+        codes = unpack_codes(_slice(packed, bits, done + first, target.shape[0]), bits, target.shape[0])
         if bits < 8:
             codes -= numpy.uint8(_levels(bits))
         numpy.copyto(target.numpy(), codes.view(numpy.int8))

@@ -105,6 +105,11 @@ def decode(
     return _decode_free(header, body, context, aux)
 
 
+def needs_state(payload: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> bool:
+    """True if only a `Decoder` can decode `payload`: it was made by a sticky codec. Raises CorruptPayload."""
+    return unseal(payload, limits)[0].codec in _STICKY
+
+
 class Decoder:
     """A receiver's decoder for one boundary and direction: decodes everything, sticky codecs included.
 

@@ -25,6 +25,7 @@ APPLY_S = 120.0
 APPLY_GRACE_S = 3.0  # how long slower replicas are waited for once every stage has one that applied
 SNAPSHOT_PATIENCE_S = 60.0  # how long newcomers wait for one who is fetching an older snapshot
 NUM_KEEPERS = 2  # peers of a stage that keep a copy of the state for a checkpoint
+MAX_BASIS_DONORS = 8
 _HOLDS_STATE = ("serving", "draining", "paused")
 
 
@@ -157,8 +158,15 @@ class Applies:
             scale=decision.scale,
             learning_rate=decision.learning_rate,
             snapshot=keep,
+            basis=decision.basis,
+            basis_donors=self._basis_donors() if decision.basis else (),
         )
         return await context.node.call(member.peer_id, request, deadline_s=APPLY_S, expect=Applied)
+
+    def _basis_donors(self) -> tuple[str, ...]:
+        """Peers of the last stage: they have computed where the subspace goes."""
+        last = self._context.members.of_stage(len(self._context.stages) - 1, *_HOLDS_STATE)
+        return tuple(member.peer_id for member in last)[:MAX_BASIS_DONORS]
 
     def _majority(self, stage: int, step: int, answers: dict[str, Applied]) -> str:
         """The digest that most replicas have; the others do not serve until they have fetched the state again."""

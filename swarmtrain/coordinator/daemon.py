@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from swarmtrain.boundary import codec_pair
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.neighbours import Neighbours
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
-from swarmtrain.codec import CodecError, Direction, make_encoder, parse_spec
 from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.apply import Applies
 from swarmtrain.coordinator.checkpointing import Checkpoints
@@ -29,7 +29,7 @@ from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.coordinator.run import Run
 from swarmtrain.coordinator.web import page_routes, same_port_as_before
 from swarmtrain.data.sampler import Sampler
-from swarmtrain.errors import ExitCode, ManifestError, StorageError, SwarmtrainError, UsageError
+from swarmtrain.errors import ExitCode, StorageError, SwarmtrainError
 from swarmtrain.net.directory import Directory, DirectoryOptions, TopicRule
 from swarmtrain.net.errors import LinkClosed, NetError, Refusal
 from swarmtrain.net.exchange import Exchange
@@ -43,6 +43,7 @@ from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.http import HttpServer, parse_address
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.status import MAX_POINTS
+from swarmtrain.reduce.coding import gradient_spec
 from swarmtrain.run.invite import Invite, run_id_of
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import (
@@ -336,19 +337,6 @@ class CoordinatorDaemon:
 
 
 def check_supported(manifest: Manifest) -> None:
-    """Refuse what the swarm cannot do yet, before anything is started."""
-    if manifest.model.tie_embeddings and manifest.stages.count > 1:
-        raise UsageError("tie_embeddings needs fused synchronization, which the swarm does not have yet")
-    if manifest.boundary.track_every:
-        raise UsageError("subspace tracking is not in the swarm yet", fix="--set boundary.track_every=0")
-    wires = {
-        "wire.forward": (manifest.wire.forward, Direction.FORWARD),
-        "wire.backward": (manifest.wire.backward, Direction.BACKWARD),
-    }
-    for key, (text, direction) in wires.items():
-        try:
-            encoder = make_encoder(parse_spec(text), boundary=0, direction=direction)
-        except CodecError as error:
-            raise ManifestError(key, str(error)) from error
-        if not encoder.scope.free_routes:
-            raise ManifestError(key, f"{text} needs the same two peers each time; the swarm's routes are free")
+    """Refuse codecs that do not exist or do not go together, before anything is started."""
+    gradient_spec(manifest)
+    codec_pair(manifest)

@@ -62,6 +62,7 @@ class Decision:
     stages: tuple[tuple[str, float], ...]  # (digest, squared norm) of every stage's reduced gradient
     entries: Mapping[int, Mapping[tuple[str, str], list[int]]]  # stage -> member -> microbatches
     losses: Mapping[int, float]
+    basis: str = ""  # digest of the basis to which the subspace moves with this step
 
     def content(self) -> str:
         """Everything that the chain covers, in one fixed form."""
@@ -71,7 +72,8 @@ class Decision:
             for (peer, incarnation), microbatches in sorted(self.entries[stage].items())
         ]
         losses = [[microbatch, self.losses[microbatch].hex()] for microbatch in sorted(self.losses)]
-        stages = [[digest, norm.hex()] for digest, norm in self.stages]
+        stages: list[object] = [[digest, norm.hex()] for digest, norm in self.stages]
+        stages += [self.basis] if self.basis else []
         numbers = [self.loss.hex(), self.grad_norm.hex(), self.scale.hex(), self.learning_rate.hex()]
         return json.dumps([self.step, self.term, numbers, stages, entries, losses])
 
@@ -124,7 +126,8 @@ class Journal:
     def decide(self, decision: Decision) -> None:
         """Write a decision; when this returns it is on disk, and the step will be applied."""
         chain = chain_hash(self.last_chain(), decision.content())
-        stages = json.dumps([[digest, norm] for digest, norm in decision.stages])
+        moved = [decision.basis] if decision.basis else []
+        stages = json.dumps([*([digest, norm] for digest, norm in decision.stages), *moved])
         row = (
             decision.step,
             time.time(),
@@ -188,8 +191,10 @@ class Journal:
             for stage, microbatch, peer, incarnation in rows:
                 entries.setdefault(stage, {}).setdefault((peer, incarnation), []).append(microbatch)
             losses = dict(self._db.execute("SELECT microbatch, loss FROM losses WHERE step = ?", (step,)).fetchall())
-            pairs = tuple((digest, float(squared)) for digest, squared in json.loads(stages))
-            yield Decision(step, term, loss, norm, scale, rate, pairs, entries, losses), chain
+            written = json.loads(stages)
+            basis = str(written.pop()) if written and isinstance(written[-1], str) else ""
+            pairs = tuple((digest, float(squared)) for digest, squared in written)
+            yield Decision(step, term, loss, norm, scale, rate, pairs, entries, losses, basis), chain
 
     def contributions(self) -> dict[str, int]:
         """Peer -> decided microbatches over all stages."""

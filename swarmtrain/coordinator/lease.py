@@ -131,7 +131,7 @@ class Leases:
             stage=0,
             step=step,
             microbatch=microbatch,
-            basis_epoch=0,
+            basis_epoch=context.manifest.basis_epoch(step),
             evaluate=evaluate,
             hints=hints,
             tokens=np.asarray(tokens).astype(self._id_type).tobytes(),

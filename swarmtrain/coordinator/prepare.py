@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -16,7 +17,9 @@ from swarmtrain.coordinator.members import Member
 from swarmtrain.model.buffers import StateLayout
 from swarmtrain.net.errors import CallRefused, LinkClosed, NetError, PeerSilent
 from swarmtrain.observe.events import PrepareFailed, StagePrepared
+from swarmtrain.reduce.coding import stage_elements
 from swarmtrain.reduce.partition import owned_elements
+from swarmtrain.reduce.selective import StageCompression
 from swarmtrain.wire.messages import Code, Prepare, Prepared, RosterEntry, Unprepared
 
 log = logging.getLogger(__name__)
@@ -38,6 +41,17 @@ class PreparedStage:
     members: tuple[Member, ...]  # who holds it
     shares: Shares  # who answered for which microbatches
     listeners: tuple[tuple[Member, asyncio.Task[object]], ...]  # newcomers, and whether they have heard it
+    basis: str = ""  # on the last stage: the digest of the basis to which the subspace moves
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One stage in an attempt."""
+
+    stage: int
+    shares: Shares
+    members: list[Member]
+    absent: set[tuple[str, str]]  # who has work in the books, and is not there any more
 
 
 class Preparer:
@@ -45,38 +59,57 @@ class Preparer:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        layouts = [StateLayout(context.manifest, stage) for stage in range(context.manifest.stages.count)]
-        self._sizes = [
-            layout.buffers[0].num_elements + (layout.buffers[4].num_elements if layout.tracks else 0)
-            for layout in layouts
-        ]
+        self._layouts = [StateLayout(context.manifest, stage) for stage in range(context.manifest.stages.count)]
+        self._compression = StageCompression(context.manifest)
         self._attempts = 0
 
-    async def prepare(self, step: int, stage: int, books: StepBooks) -> PreparedStage:
-        """Prepare one stage, with as many attempts as it takes. Whom attempts fail on repeatedly is left out."""
+    def groups(self) -> list[tuple[int, ...]]:
+        """The stages, those together that reduce together: the two ends of the pipeline, if they share an embedding."""
+        stages = range(len(self._layouts))
+        tied = tuple(stage for stage in stages if self._layouts[stage].num_fused)
+        return [*([tied] if tied else []), *((stage,) for stage in stages if stage not in tied)]
+
+    async def prepare(self, step: int, group: tuple[int, ...], books: StepBooks) -> list[PreparedStage]:
+        """Prepare the stages of a group, with as many attempts as it takes. Whom attempts fail on again is left out."""
         context, blame, num_failed = self._context, Blame(), 0
         loop = asyncio.get_running_loop()
+        compressed = self._compression.choose()
         while True:
-            await context.wait_for(lambda: books.balances(stage))
-            shares = books.roster(stage)
-            members = self._participants(stage, shares)
-            if absent := shares.keys() - {member.key for member in members}:
-                for key in absent:
-                    books.lose(stage, key)
+            await context.wait_for(lambda: all(books.balances(stage) for stage in group))
+            sides = [self._side(stage, books.roster(stage)) for stage in group]
+            if any(side.absent for side in sides):
+                for side in sides:
+                    for key in side.absent:
+                        books.lose(side.stage, key)
                 await context.notify()
                 continue
             self._attempts += 1
             started = loop.time()
-            request = self._request(step, stage, self._attempts, members, shares)
-            listeners = self._tell_listeners(stage, request)
-            answers = await self._ask_all(members, request)
-            good = [answer for answer in answers if isinstance(answer, Prepared)]
-            if len(good) == len(members) and len({answer.digest for answer in good}) == 1:
-                context.events.emit(StagePrepared(step, stage, request.attempt, loop.time() - started))
-                return PreparedStage(stage, good[0].digest, good[0].squared_norm, tuple(members), shares, listeners)
-            await self._correct(books, request, members, answers, blame)
+            requests = self._requests(step, self._attempts, sides, compressed)
+            listeners = [self._tell_listeners(side.stage, requests[side.stage]) for side in sides]
+            asked = [(member, requests[side.stage]) for side in sides for member in side.members]
+            answers = await self._ask_all(asked)
+            found = [_agreed(answers[where]) for where in _slices(sides)]
+            if all(item is not None for item in found):
+                for side in sides:
+                    self._compression.took(side.stage, loop.time() - started, compressed=side.stage in compressed)
+                    context.events.emit(StagePrepared(step, side.stage, self._attempts, loop.time() - started))
+                return [
+                    PreparedStage(
+                        side.stage, good.digest, good.squared_norm, tuple(side.members), side.shares, heard, good.basis
+                    )
+                    for side, good, heard in zip(sides, found, listeners, strict=True)
+                    if good is not None
+                ]
+            for side, where in zip(sides, _slices(sides), strict=True):
+                await self._correct(books, requests[side.stage], side.members, answers[where])
+            await self._leave_out(blame, sides, answers)
             num_failed += 1
             await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(num_failed, 10)))
+
+    def _side(self, stage: int, shares: Shares) -> _Side:
+        members = self._participants(stage, shares)
+        return _Side(stage, shares, members, shares.keys() - {member.key for member in members})
 
     def _participants(self, stage: int, shares: Shares) -> list[Member]:
         """Whoever has work in the step, and every other serving peer as a receiver."""
@@ -98,23 +131,44 @@ class Preparer:
             if member.peer_id in named
         )
 
-    def _request(self, step: int, stage: int, attempt: int, members: list[Member], shares: Shares) -> Prepare:
-        owned = owned_elements(self._sizes[stage], [member.up_bytes_per_s for member in members])
-        listeners = self._listeners(stage, step)
-        roster = tuple(
+    def _requests(self, step: int, attempt: int, sides: list[_Side], compressed: frozenset[int]) -> dict[int, Prepare]:
+        """What each stage of a group is asked."""
+        num_fused = self._layouts[sides[0].stage].num_fused
+        fused = self._roster(sides, step, num_fused) if num_fused else ()
+        return {
+            side.stage: Prepare(
+                run=self._context.run_id,
+                term=self._context.term,
+                stage=side.stage,
+                step=step,
+                attempt=attempt,
+                roster=self._roster(
+                    [side], step, stage_elements(self._layouts[side.stage], compress=side.stage in compressed)
+                ),
+                fused=fused,
+                compress=side.stage in compressed,
+            )
+            for side in sides
+        }
+
+    def _roster(self, sides: list[_Side], step: int, size: int) -> tuple[RosterEntry, ...]:
+        """Who adds up `size` elements: all members of these stages; newcomers listen."""
+        members = [(member, side.shares) for side in sides for member in side.members]
+        listeners = [(member, side.shares) for side in sides for member in self._listeners(side.stage, step)]
+        owned = owned_elements(size, [member.up_bytes_per_s for member, _ in members])
+        return tuple(
             RosterEntry(
                 peer_id=member.peer_id,
                 incarnation=member.incarnation,
                 microbatches=np.array(sorted(shares.get(member.key, [])), dtype="<u4").tobytes(),
                 owned=elements,
             )
-            for member, elements in zip([*members, *listeners], [*owned, *[0] * len(listeners)], strict=True)
+            for (member, shares), elements in zip([*members, *listeners], [*owned, *[0] * len(listeners)], strict=True)
         )
-        return Prepare(self._context.run_id, self._context.term, stage, step, attempt, roster)
 
-    async def _ask_all(self, members: list[Member], request: Prepare) -> list[Reply]:
+    async def _ask_all(self, asked: list[tuple[Member, Prepare]]) -> list[Reply]:
         """Everybody's answer. The first failure ends the attempt: who has not answered soon after is not waited for."""
-        tasks = [asyncio.create_task(self._ask(member, request)) for member in members]
+        tasks = [asyncio.create_task(self._ask(member, request)) for member, request in asked]
         try:
             left = set(tasks)
             while left:
@@ -144,8 +198,23 @@ class Preparer:
             return answer
         return NetError(f"answered {answer.wire.kind}")
 
+    async def _leave_out(self, blame: Blame, sides: list[_Side], answers: list[Reply]) -> None:
+        """Whoever others cannot reduce with: over both stages of a group, since they reduce with each other."""
+        context, members = self._context, [member for side in sides for member in side.members]
+        if all(isinstance(answer, Prepared) for answer in answers):
+            left_out = [
+                member
+                for side, where in zip(sides, _slices(sides), strict=True)
+                if _agreed(answers[where]) is None
+                for member in blame.attempt(side.members, answers[where])
+            ]
+        else:
+            left_out = blame.attempt(members, answers)
+        for member in left_out:
+            await context.lose(member, "the others of its stage cannot reduce with it", must_sync=True)
+
     async def _correct(
-        self, books: StepBooks, request: Prepare, members: list[Member], answers: Sequence[Reply], blame: Blame
+        self, books: StepBooks, request: Prepare, members: list[Member], answers: Sequence[Reply]
     ) -> None:
         """Correct books and members for another attempt."""
         context, reasons = self._context, []
@@ -161,8 +230,23 @@ class Preparer:
                     await context.lose(member, f"cannot take part in step {request.step}: {answer.code}")
             else:
                 await context.lose(member, str(answer))
-        for member in blame.attempt(members, answers):
-            await context.lose(member, "the others of its stage cannot reduce with it", must_sync=True)
+        if _agreed(answers) is not None:
+            return  # it was the other stage of the group that failed
         reason = "; ".join(reasons)[:500] or "replicas disagree on the reduced gradient"
         context.events.emit(PrepareFailed(request.step, request.stage, request.attempt, reason))
         await context.notify()
+
+
+def _slices(sides: list[_Side]) -> list[slice]:
+    """Where the answers of each side lie among all answers."""
+    ends = list(accumulate(len(side.members) for side in sides))
+    return [slice(end - len(side.members), end) for side, end in zip(sides, ends, strict=True)]
+
+
+def _agreed(answers: Sequence[Reply]) -> Prepared | None:
+    """What all replicas of a stage have answered; None if one has not, or another sum. The commonest basis counts."""
+    good = [answer for answer in answers if isinstance(answer, Prepared)]
+    if len(good) < len(answers) or len({answer.digest for answer in good}) != 1:
+        return None
+    bases = [answer.basis for answer in good]
+    return replace(good[0], basis=max(sorted(set(bases)), key=bases.count))

@@ -36,10 +36,11 @@ class StepDriver:
         leased = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             repairing = tasks.create_task(self.leases.repair(step, books))
-            preparing = [tasks.create_task(self._preparer.prepare(step, stage, books)) for stage in stages]
+            groups = self._preparer.groups()
+            preparing = [tasks.create_task(self._preparer.prepare(step, group, books)) for group in groups]
             await asyncio.wait(preparing)
             repairing.cancel()
-        prepared = [task.result() for task in preparing]
+        prepared = sorted((stage for task in preparing for stage in task.result()), key=lambda item: item.stage)
         reduced = time.perf_counter()
         decision = self._decide(step, books, prepared)
         context.faults.hit(Point.BEFORE_DECISION)
@@ -68,4 +69,5 @@ class StepDriver:
             stages=tuple((stage.digest, stage.squared_norm) for stage in prepared),
             entries={stage.stage: stage.shares for stage in prepared},
             losses=dict(books.losses),
+            basis=prepared[-1].basis,
         )

@@ -42,6 +42,7 @@ def export_checkpoint(
     `on_progress(done, total)` counts tensors.
     """
     manifest = checkpoint.manifest
+    _check_kind(manifest)
     _check_codec(manifest, ignore=ignore_codec)
     out = out.absolute()
     _check_target(out)
@@ -58,6 +59,14 @@ def export_checkpoint(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def _check_kind(manifest: Manifest) -> None:
+    if manifest.boundary.kind == "learned" and manifest.stages.count > 1:
+        raise UsageError(
+            "the encoders and decoders of learned boundaries have no place in a plain LLaMA",
+            fix="use `swarmtrain eval` and `swarmtrain generate`, or train with boundary.kind = subspace",
+        )
 
 
 def _check_codec(manifest: Manifest, *, ignore: bool) -> None:

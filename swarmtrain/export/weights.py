@@ -78,13 +78,11 @@ def _exported(plan: StagePlan) -> list[TensorSpec]:
 
 
 def _dense(manifest: Manifest, spec: TensorSpec, value: Tensor, basis: Tensor | None) -> Tensor:
-    if basis is None:
-        return value
     wide = value.double()
-    if spec.role is Role.FACTOR:
+    if basis is not None and spec.role is Role.FACTOR:
         wide = basis.double() @ wide  # (d, in)
-    elif spec.role is Role.FACTOR_ROWS:
+    elif basis is not None and spec.role is Role.FACTOR_ROWS:
         wide = wide @ basis.double().T  # (V, d)
-    if spec.name == EMBEDDING:
+    if spec.name == EMBEDDING and manifest.boundary.kind != "dense":
         wide = wide + token_table(manifest).double()  # (V, d)
     return wide.to(torch.float32)

@@ -62,8 +62,9 @@ class StateLayout:
         self.plan: StagePlan = plan_stages(manifest)[index]
         self.slots, size, moment_size = _lay_out(self.plan)
         d = manifest.model.hidden_size
-        self.has_basis = manifest.boundary.kind != "dense"
+        self.has_basis = manifest.has_subspace
         self.tracks = self.plan.is_last and manifest.boundary.track_every > 0
+        self.num_fused = _num_fused(manifest, self.plan, self.slots)
         self.buffers = [
             BufferSpec("parameters", size, dtype),
             BufferSpec("first_moment", size, dtype),
@@ -73,6 +74,27 @@ class StateLayout:
             self.buffers.append(BufferSpec("basis", d * manifest.boundary.k, dtype))
         if self.tracks:
             self.buffers.append(BufferSpec("gram", d * d, torch.float64))
+        self.powersgd_rank = manifest.powersgd_rank
+        self.factored = [slot for slot in self.slots if self._is_factored(slot)]
+        if self.factored:
+            self.buffers.append(BufferSpec("right_factors", self.right_elements, torch.float32))
+
+    @property
+    def right_elements(self) -> int:
+        """Of all right factors that PowerSGD keeps for this stage."""
+        return sum(self.powersgd_rank * slot.spec.shape[1] for slot in self.factored)
+
+    def _is_factored(self, slot: Slot) -> bool:
+        """Whether PowerSGD sends this matrix as two factors: they must take at most half of its numbers."""
+        if not self.powersgd_rank or len(slot.spec.shape) != 2 or slot.offset < self.num_fused:
+            return False
+        rows, columns = slot.spec.shape
+        return 2 * self.powersgd_rank * (rows + columns) <= rows * columns
+
+    @property
+    def gradient_size(self) -> int:
+        """Elements of the flat gradient: all parameters, and the Gram matrix where it is gathered."""
+        return sum(buffer.num_elements for buffer in self.buffers if buffer.name in ("parameters", "gram"))
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +114,8 @@ class StateLayout:
             yield "subspace/basis", buffers[3].view(self.manifest.model.hidden_size, self.manifest.boundary.k)
         if self.tracks:
             yield GRAM, buffers[4]
+        if self.factored:
+            yield "reduce/right_factors", buffers[-1]
 
     def chunks(self) -> list[tuple[int, int, int]]:
         """(buffer, first byte, byte after the last) of every chunk; a chunk never spans two buffers."""
@@ -142,6 +166,15 @@ def _lay_out(plan: StagePlan) -> tuple[list[Slot], int, int]:
         offset = _aligned(offset + spec.num_elements)
         moment_offset = _aligned(moment_offset + moment_size)
     return slots, offset, moment_offset
+
+
+def _num_fused(manifest: Manifest, plan: StagePlan, slots: list[Slot]) -> int:
+    """How many elements at the start of the flat gradient the first and the last stage have in common.
+
+    A tied embedding is the first tensor of both; what lies between it and the next one is padding.
+    """
+    is_shared = manifest.model.tie_embeddings and plan.count > 1 and (plan.is_first or plan.is_last)
+    return slots[1].offset if is_shared else 0
 
 
 def _aligned(size: int) -> int:

@@ -58,6 +58,9 @@ def initial_tensor(manifest: Manifest, spec: TensorSpec, basis: Tensor | None) -
         assert basis is not None
         factor = draw_normal(seed, spec.name, (basis.shape[1], spec.shape[1])) * _factor_scale(manifest, spec)
         return basis.double() @ factor.double()  # (d, in)
+    if spec.role in (Role.DECODER, Role.ENCODER):
+        assert basis is not None
+        return basis.clone() if spec.role is Role.DECODER else basis.T.contiguous()
     return draw_normal(seed, spec.name, spec.shape) * spec.spread
 
 

@@ -2,7 +2,8 @@
 
 A tensor's full name is the same in every split, and its initial value depends on (seed, full name) alone. Matrices are
 stored as (out, in). In the subspace kind the two matrices that write into the residual stream are stored as factors
-of shape (k, in); the dense matrix they stand for is U @ factor, of shape (d, in).
+of shape (k, in); the dense matrix they stand for is U @ factor, of shape (d, in). In the learned kind every boundary
+has tensors of its own, and so the model depends on the split: boundary s lies between the stages s and s + 1.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Role(Enum):
     FACTOR_ROWS = "factor_rows"  # (V, k): stands for factor @ U.T
     COLUMNS_IN_S = "columns_in_s"  # (d, in), every column in S
     ROWS_IN_S = "rows_in_s"  # (V, d), every row in S
+    DECODER = "decoder"  # (d, k), starts as U and stays free
+    ENCODER = "encoder"  # (k, d), starts as the transpose of U and stays free
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,18 @@ def embedding_spread(manifest: Manifest) -> float:
 def _plan_stage(manifest: Manifest, index: int, layers: range) -> StagePlan:
     count = manifest.stages.count
     is_last = index == count - 1
-    num_tail = manifest.boundary.tail_layers if is_last and manifest.boundary.kind != "dense" else 0
+    num_tail = manifest.boundary.tail_layers if is_last and manifest.has_subspace else 0
     tensors: list[TensorSpec] = []
     if index == 0 or (is_last and manifest.model.tie_embeddings):
         tensors.append(_embedding(manifest))
+    if index > 0 and manifest.boundary.kind == "learned":
+        tensors += _decoder(manifest, index - 1)
     for layer in layers:
         in_tail = layer >= layers.stop - num_tail
-        tensors += _block(manifest, layer, constrained=not in_tail and manifest.boundary.kind != "dense")
+        tensors += _block(manifest, layer, constrained=not in_tail and manifest.has_subspace)
+    if not is_last and manifest.boundary.kind == "learned":
+        shape = (manifest.boundary.k, manifest.model.hidden_size)
+        tensors.append(TensorSpec(f"boundaries.{index}.encoder.weight", shape, 1.0, Role.ENCODER, decays=False))
     if is_last:
         tensors.append(_gain("final_norm.weight", manifest.model.hidden_size))
         if not manifest.model.tie_embeddings:
@@ -114,14 +122,26 @@ def _embedding(manifest: Manifest) -> TensorSpec:
     spread = embedding_spread(manifest)
     if boundary.kind == "dense":
         return TensorSpec(EMBEDDING, shape, spread, decays=False)
+    if boundary.kind == "learned":  # it is added to the frozen table
+        return TensorSpec(EMBEDDING, shape, 0.1 * spread, decays=False)
     if boundary.kind == "projected":
         return TensorSpec(EMBEDDING, shape, 0.1 * spread, Role.ROWS_IN_S, decays=False)
     return TensorSpec(EMBEDDING, (model.vocab_size, boundary.k), 0.1 * spread, Role.FACTOR_ROWS, decays=False)
 
 
+def _decoder(manifest: Manifest, boundary: int) -> list[TensorSpec]:
+    """What turns k numbers and a token id back into h. The factored anchor starts at zero: its token side does."""
+    d, rank, prefix = manifest.model.hidden_size, manifest.boundary.anchor_rank, f"boundaries.{boundary}."
+    return [
+        TensorSpec(prefix + "decoder.weight", (d, manifest.boundary.k), 1.0, Role.DECODER, decays=False),
+        TensorSpec(prefix + "anchor_tokens.weight", (manifest.model.vocab_size, rank), 0.01, decays=False),
+        TensorSpec(prefix + "anchor_directions.weight", (d, rank), rank**-0.5, decays=False),
+    ]
+
+
 def _block(manifest: Manifest, layer: int, *, constrained: bool) -> list[TensorSpec]:
     model, prefix = manifest.model, f"layers.{layer}."
-    d, ffn = model.hidden_size, model.ffn_size
+    d, ffn = model.hidden_size, manifest.ffn_size
     kv = d // model.num_heads * model.num_kv_heads
     return [
         _gain(prefix + "attention_norm.weight", d),

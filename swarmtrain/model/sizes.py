@@ -63,7 +63,7 @@ def describe(manifest: Manifest) -> Sizes:
 def _dense_parameters(manifest: Manifest) -> int:
     model, d = manifest.model, manifest.model.hidden_size
     kv = d // model.num_heads * model.num_kv_heads
-    block = 2 * d * d + 2 * kv * d + 3 * d * model.ffn_size + 2 * d
+    block = 2 * d * d + 2 * kv * d + 3 * d * manifest.ffn_size + 2 * d
     tables = model.vocab_size * d * (1 if model.tie_embeddings else 2)
     return model.num_layers * block + tables + d
 
@@ -77,7 +77,7 @@ def activation_bytes(manifest: Manifest, plan: StagePlan) -> int:
     """About what autograd keeps of one microbatch between forward and backward, fp32."""
     model, batch = manifest.model, manifest.batch
     tokens = batch.sequences_per_microbatch * model.sequence_length
-    per_layer = 12 * model.hidden_size + 4 * model.ffn_size
+    per_layer = 12 * model.hidden_size + 4 * manifest.ffn_size
     head = 3 * model.vocab_size + 2 * model.hidden_size if plan.is_last else 0
     return _FP32 * tokens * (per_layer * len(plan.layers) + head)
 

@@ -6,9 +6,13 @@ the next stage, or on the last stage the loss, goes out. What crosses is (see bl
     subspace    c, the residual stream's coordinates: h = c Uᵀ + T[ids] is formed wherever a block reads
     projected   (h - T[ids]) U, computed at the boundary; lossless because every writer's columns lie in S
     dense       h itself
+    learned     (h - T[ids]) A, with an encoder A of the boundary's own; its decoder forms z D + T[ids] + anchor[ids].
+                This is where information is lost, so the model is the one that was trained with these boundaries
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +36,25 @@ class Embedding(nn.Module):
         return F.embedding(ids, self.weight)
 
 
+class LearnedBoundary(nn.Module):
+    """The one side of a learned boundary that this stage has: the encoder below it, or decoder and anchor above it."""
+
+    def __init__(self, manifest: Manifest, *, is_sender: bool) -> None:
+        super().__init__()
+        d, k = manifest.model.hidden_size, manifest.boundary.k
+        if is_sender:
+            self.encoder = Matrix(k, d)
+            return
+        self.decoder = Matrix(d, k)
+        self.anchor_tokens = Embedding(manifest.model.vocab_size, manifest.boundary.anchor_rank)
+        self.anchor_directions = Matrix(d, manifest.boundary.anchor_rank)
+
+    def decoded(self, ids: Tensor, received: Tensor, table_rows: Tensor) -> Tensor:
+        """h as the receiver forms it, (t, d)."""
+        anchored = self.anchor_directions.added_to(table_rows, self.anchor_tokens(ids))
+        return self.decoder.added_to(anchored, received)
+
+
 class Stage(nn.Module):
     """The layers of one stage. Its parameters are bound by `StageState`; `basis` and `table` are frozen."""
 
@@ -40,7 +63,7 @@ class Stage(nn.Module):
 
     def __init__(self, manifest: Manifest, plan: StagePlan, basis: Tensor | None, table: Tensor | None) -> None:
         super().__init__()
-        model, kind = manifest.model, manifest.boundary.kind
+        model, kind = replace(manifest.model, ffn_size=manifest.ffn_size), manifest.boundary.kind
         self.model, self.kind, self.plan = model, kind, plan
         stream_width = manifest.boundary.k if kind == "subspace" else model.hidden_size
         if plan.is_first or (plan.is_last and model.tie_embeddings):
@@ -51,6 +74,10 @@ class Stage(nn.Module):
                 for layer in plan.layers
             }
         )
+        if kind == "learned":
+            receives = {} if plan.is_first else {str(plan.index - 1): LearnedBoundary(manifest, is_sender=False)}
+            sends = {} if plan.is_last else {str(plan.index): LearnedBoundary(manifest, is_sender=True)}
+            self.boundaries = nn.ModuleDict(receives | sends)
         if plan.is_last:
             self.final_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
             if not model.tie_embeddings:
@@ -98,9 +125,14 @@ class Stage(nn.Module):
         """The stream (t, w) at the stage's first layer, and how blocks read it."""
         if self.kind == "dense":
             return (self.embedding(ids.reshape(-1)) if boundary is None else boundary.flatten(0, 1)), _as_it_is
-        assert self.basis is not None
         assert self.table is not None
         anchor = F.embedding(ids.reshape(-1), self.table)  # (t, d)
+        if self.kind == "learned":
+            if boundary is None:
+                return self.embedding(ids.reshape(-1)) + anchor, _as_it_is
+            decode = self._learned(self.plan.index - 1).decoded
+            return decode(ids.reshape(-1), boundary.flatten(0, 1), anchor), _as_it_is
+        assert self.basis is not None
         up = self.basis.t()  # (k, d)
         if self.kind == "subspace":
             stream = self.embedding(ids.reshape(-1)) if boundary is None else boundary.flatten(0, 1)  # (t, k)
@@ -110,21 +142,30 @@ class Stage(nn.Module):
         return torch.addmm(anchor, boundary.flatten(0, 1), up), _as_it_is  # (t, d)
 
     def _leave(self, ids: Tensor, stream: Tensor) -> Tensor:
-        if self.kind != "projected":
+        if self.kind in ("dense", "subspace"):
             return stream
-        assert self.basis is not None
         assert self.table is not None
+        if self.kind == "learned":
+            above_table = stream - F.embedding(ids.reshape(-1), self.table)
+            coordinates: Tensor = self._learned(self.plan.index).encoder(above_table)  # (t, k)
+            return coordinates
+        assert self.basis is not None
         return (stream - F.embedding(ids.reshape(-1), self.table)) @ self.basis  # (t, k)
 
     def _tied_head(self) -> Tensor:
         """The embedding as the head's weight, (v, d)."""
         if self.kind == "dense":
             return self.embedding.weight
-        assert self.basis is not None
         assert self.table is not None
         if self.kind == "subspace":
+            assert self.basis is not None
             return torch.addmm(self.table, self.embedding.weight, self.basis.t())
         return self.embedding.weight + self.table
+
+    def _learned(self, boundary: int) -> LearnedBoundary:
+        found = self.boundaries[str(boundary)]
+        assert isinstance(found, LearnedBoundary)
+        return found
 
     def _rotary_for(self, num_positions: int, like: Tensor, cache: StageCache | None) -> tuple[Tensor, Tensor]:
         first = cache.num_positions if cache is not None else 0

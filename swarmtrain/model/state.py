@@ -13,7 +13,7 @@ from torch import Tensor
 from swarmtrain.errors import CheckpointError
 from swarmtrain.model.buffers import Slot, StateLayout, chunk_digests, state_digest
 from swarmtrain.model.exact import Accumulator, make_accumulator
-from swarmtrain.model.initial import initial_tensor, token_table
+from swarmtrain.model.initial import draw_normal, initial_tensor, token_table
 from swarmtrain.model.layout import StagePlan
 from swarmtrain.model.stage import Stage
 from swarmtrain.model.subspace import first_basis
@@ -40,7 +40,9 @@ class StageState:
         if self.layout.has_basis:
             self.basis = self.buffers[3].view(manifest.model.hidden_size, manifest.boundary.k)
             self.basis.copy_(first_basis(manifest))
+        if manifest.boundary.kind != "dense":
             table = token_table(manifest).to(self.device, dtype)
+        self.right_factors: Tensor | None = self.buffers[-1] if self.layout.factored else None  # PowerSGD's Q
         self._fill_initial()
         self.module = Stage(manifest, self.plan, self.basis, table)
         self._bind()
@@ -53,7 +55,7 @@ class StageState:
     @property
     def gradient_size(self) -> int:
         """Elements of the flat gradient: all parameters, and the Gram matrix where it is gathered."""
-        return self.parameters.numel() + (self.gram.numel() if self.gram is not None else 0)
+        return self.layout.gradient_size
 
     @property
     def gradient_offsets(self) -> list[int]:
@@ -105,10 +107,17 @@ class StageState:
         return state_digest(self.plan.index, self.step, self.basis_epoch, self.chunk_digests())
 
     def _fill_initial(self) -> None:
-        basis = first_basis(self.manifest) if self.basis is not None else None
+        basis = first_basis(self.manifest) if self.manifest.boundary.kind != "dense" else None
         for slot in self.slots:
             value = initial_tensor(self.manifest, slot.spec, basis)
             self.parameters[slot.span] = value.reshape(-1).to(self.device, self.dtype)
+        start = 0
+        for slot in self.layout.factored:
+            assert self.right_factors is not None
+            shape = (slot.spec.shape[1], self.layout.powersgd_rank)
+            factor = draw_normal(self.manifest.run.seed, f"right_factor.{slot.spec.name}", shape)
+            self.right_factors[start : start + factor.numel()] = factor.reshape(-1)
+            start += factor.numel()
 
     def _bind(self) -> None:
         """Make the module's parameters views of the flat buffer."""

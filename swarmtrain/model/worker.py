@@ -105,12 +105,18 @@ class StageWorker:
         apply_adamw(self.state, gradient_sum, scale, learning_rate)
         self.sum.clear()
 
-    def proposed_basis(self) -> Tensor:
-        """Where subspace tracking moves U next. Last stage only, after `apply`; changes nothing."""
+    def proposed_basis(self, gradient_sum: Tensor | None = None) -> Tensor:
+        """Where subspace tracking moves U next. Last stage only; changes nothing.
+
+        To be called after `apply`, or before it with the sum that will be applied.
+        """
         assert self.state.gram is not None
         assert self.state.basis is not None
         d = self.state.manifest.model.hidden_size
-        basis = moved_basis(self.state.basis, self.state.gram.view(d, d), self.state.manifest.boundary.track_rate)
+        gram = self.state.gram
+        if gradient_sum is not None:
+            gram = gram + gradient_sum[self.state.parameters.numel() :].to(gram.device)
+        basis = moved_basis(self.state.basis, gram.view(d, d), self.state.manifest.boundary.track_rate)
         return basis.to(self.state.device, self.state.dtype)
 
     def move_basis(self, basis: Tensor) -> None:

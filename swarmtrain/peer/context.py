@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -67,6 +68,7 @@ class Counters:
     replayed: int = 0
     evaluated: int = 0
     times: MicrobatchTimes = field(default_factory=MicrobatchTimes)
+    critical: Counter[bool] = field(default_factory=Counter)  # gradients that a caller would, or would not, wait for
 
 
 @dataclass

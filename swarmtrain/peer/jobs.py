@@ -7,22 +7,36 @@ whether a microbatch's autograd graph is kept until its gradient comes or the st
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from swarmtrain.chain.state_transfer import StateSource
-from swarmtrain.codec import Aux, Direction, Encoder, Limits, MessageContext, decode, make_encoder, parse_spec
-from swarmtrain.codec.errors import CodecError
+from swarmtrain.codec import (
+    Aux,
+    Decoder,
+    Direction,
+    Encoder,
+    Limits,
+    MessageContext,
+    Ticket,
+    decode,
+    make_encoder,
+    needs_state,
+    parse_spec,
+)
+from swarmtrain.codec.errors import CodecError, NeedKeyframe
+from swarmtrain.codec.spec import CastSpec, CriticalSpec
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.buffers import as_bytes
 from swarmtrain.model.layout import boundary_width
 from swarmtrain.model.sizes import activation_bytes, id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Gradients, Pass, StageWorker
-from swarmtrain.peer.ledger import Entry, Raw
+from swarmtrain.peer.ledger import Entry, Raw, StickyAnswer
+from swarmtrain.reduce.coding import Reduced, StageCoder
 from swarmtrain.run.manifest import Manifest
 
 
@@ -40,6 +54,12 @@ class Outcome:
 
     payload: bytes
     loss: float = 0.0
+    sticky: bytes = b""  # the same for the entry's partner, as a difference to what it holds
+    ticket: Ticket | None = None  # to settle, once it is known whether the partner took it
+
+
+class WrongPartner(Exception):
+    """A difference to a state that is not held here: the sender has to send the tensor whole."""
 
 
 class StageJobs:
@@ -56,7 +76,10 @@ class StageJobs:
         self.boundary_bytes = 4 * shape[0] * shape[1] * shape[2]  # of one boundary tensor as fp32 numbers
         self._forward_encoder = self._encoder(Direction.FORWARD, self.plan.index)
         self._backward_encoder = self._encoder(Direction.BACKWARD, self.plan.index - 1)
+        self._critical_bytes = self._sizes_if_critical(shape)
         self.max_graphs = max(1, graph_budget_bytes // max(1, activation_bytes(manifest, self.plan)))
+        self.coder = StageCoder(worker.state)
+        self._forward_decoder, self._backward_decoder = Decoder(), Decoder()
         self._passes: dict[int, Pass] = {}
         self._masks_in: dict[int, Aux | None] = {}
         self._masks_out: dict[int, Aux | None] = {}
@@ -75,9 +98,47 @@ class StageJobs:
     def check_gradient(self, gradient: Raw, step: int, microbatch: int) -> None:
         """Raise BadTensor unless `gradient` can be the answer to a microbatch. Pure: for the event loop."""
         context = self._context(Direction.BACKWARD, step, microbatch)
+        if self.has_sticky_answers and self._is_sticky(gradient):
+            return  # what it is a difference to is the compute thread's
         self._decode(gradient, context, self._masks_out.get(microbatch))
 
-    def forward(self, entry: Entry, step: int) -> Outcome:
+    @property
+    def has_sticky_routes(self) -> bool:
+        """Whether activations are sent as differences to what one peer of the next stage holds."""
+        return not self._forward_encoder.scope.free_routes
+
+    @property
+    def has_sticky_answers(self) -> bool:
+        """The same for gradients on their way back."""
+        return not self._backward_encoder.scope.free_routes
+
+    @property
+    def critical_bytes(self) -> tuple[int, int] | None:
+        """(exact, compressed) bytes of a gradient, if it is compressed only where its receiver would wait."""
+        return self._critical_bytes
+
+    def take_boundary(self, entry: Entry, step: int, sender: str) -> None:
+        """Make a received difference whole, in the order in which they come. Raises WrongPartner."""
+        if not self.plan.is_first and self._is_sticky(entry.boundary):
+            context = self._context(Direction.FORWARD, step, entry.microbatch, sender=sender, tokens=entry.tokens)
+            entry.boundary = self._made_whole(self._forward_decoder, entry.boundary, context)
+
+    def take_gradient(self, entry: Entry, step: int, gradient: Raw, sender: str) -> Raw:
+        """The gradient of an answer, made whole if it is a difference. Raises WrongPartner."""
+        if not self._is_sticky(gradient):
+            return gradient
+        context = self._context(Direction.BACKWARD, step, entry.microbatch, sender=sender)
+        return self._made_whole(self._backward_decoder, gradient, context)
+
+    def settle(self, direction: Direction, ticket: Ticket, *, delivered: bool) -> None:
+        """Whether the partner has taken a difference: if not, the next one goes whole."""
+        encoder = self._forward_encoder if direction is Direction.FORWARD else self._backward_encoder
+        if delivered:
+            encoder.commit(ticket)
+        else:
+            encoder.abort(ticket)
+
+    def forward(self, entry: Entry, step: int, partner: str = "") -> Outcome:
         """Forward of a microbatch. On the last stage also its backward: the outcome is the gradient for below."""
         self._check_current(entry)
         self.num_forwards += 1
@@ -89,9 +150,13 @@ class StageJobs:
             return Outcome(self._finish(entry, step, self.worker.backward(done, None)), loss)
         if len(self._passes) < self.max_graphs:
             self._passes[entry.microbatch] = done
-        encoded = self._forward_encoder.encode(done.result, self._context(Direction.FORWARD, step, entry.microbatch))
-        self._forward_encoder.commit(encoded.ticket)
+        context = self._context(Direction.FORWARD, step, entry.microbatch, receiver=partner, tokens=entry.tokens)
+        encoded = self._forward_encoder.encode(done.result, context)
         self._masks_out[entry.microbatch] = encoded.aux
+        if encoded.received is not None:
+            entry.output = self._whole(encoded.received)
+            return Outcome(entry.output, sticky=encoded.payload, ticket=encoded.ticket)
+        self._forward_encoder.commit(encoded.ticket)
         entry.output = encoded.payload
         return Outcome(encoded.payload)
 
@@ -112,9 +177,9 @@ class StageJobs:
         result = self.worker.evaluate(self._tokens(tokens), received)
         if self.plan.is_last:
             return Outcome(b"", float(result))
-        encoded = self._forward_encoder.encode(result, self._context(Direction.FORWARD, step, microbatch))
-        self._forward_encoder.commit(encoded.ticket)
-        return Outcome(encoded.payload)
+        encoder = self._encoder(Direction.FORWARD, self.plan.index)  # a new one: validation leaves no trace in codecs
+        context = self._context(Direction.FORWARD, step, microbatch, tokens=tokens)
+        return Outcome(encoder.encode(result, context).payload)
 
     def reconciled_share(self, entries: list[Entry], wanted: set[int], step: int) -> Tensor:
         """Make the sum hold exactly the microbatches `wanted`, and copy it for a reduction.
@@ -129,14 +194,19 @@ class StageJobs:
     def finish(self, reduced: Tensor) -> tuple[float, str]:
         """(squared norm, digest) of a reduced sum, which is made ready for `apply` in place."""
         digest = hashlib.sha256(as_bytes(reduced)).hexdigest()
-        return self.worker.finish(reduced), digest
+        is_counted_here = self.plan.is_first or not self.manifest.model.tie_embeddings
+        return self.worker.finish(reduced, count_embedding=is_counted_here), digest
 
-    def apply(self, reduced: Tensor, scale: float, learning_rate: float) -> str:
-        """One optimizer step; returns the digest of the new state."""
-        self.worker.apply(reduced, scale, learning_rate)
+    def apply(self, reduced: Reduced, scale: float, learning_rate: float, basis: Tensor | None = None) -> str:
+        """One optimizer step, and with `basis` a move of the subspace; returns the digest of the new state."""
+        self.worker.apply(reduced.gradient, scale, learning_rate)
+        reduced.commit()
         self._clear()
         for encoder in (self._forward_encoder, self._backward_encoder):
             encoder.on_step(self.worker.state.step)
+        if basis is not None:
+            self.worker.move_basis(basis.to(self.worker.state.device))
+            self._forget_codecs("the subspace has moved")
         return self.worker.state.digest()
 
     def copy_state(self) -> StateSource:
@@ -148,6 +218,8 @@ class StageJobs:
     def load_state(self, source: StateSource) -> None:
         """Replace the state; whatever was computed with the old one is dropped."""
         self.worker.state.load_buffers(source.buffers, step=source.step, basis_epoch=source.basis_epoch)
+        self.coder.reset()
+        self._forget_codecs("another state was loaded")
         self.drop_work()
 
     def first_state(self) -> StateSource:
@@ -170,6 +242,12 @@ class StageJobs:
         for memory in (self._passes, self._masks_in, self._masks_out):
             memory.pop(microbatch, None)
 
+    def _forget_codecs(self, reason: str) -> None:
+        for encoder in (self._forward_encoder, self._backward_encoder):
+            encoder.reset(reason)
+        for decoder in (self._forward_decoder, self._backward_decoder):
+            decoder.reset(reason)
+
     def _check_current(self, entry: Entry) -> None:
         if entry.generation != self.generation:
             raise StaleWork("the step of this microbatch is over")
@@ -187,10 +265,15 @@ class StageJobs:
     def _finish(self, entry: Entry, step: int, gradients: Gradients) -> bytes:
         payload = b""
         if gradients.boundary is not None:
-            context = self._context(Direction.BACKWARD, step, entry.microbatch)
+            context = self._context(Direction.BACKWARD, step, entry.microbatch, receiver=entry.caller)
+            context = replace(context, critical=entry.is_critical)
             encoded = self._backward_encoder.encode(gradients.boundary, context, self._masks_in.get(entry.microbatch))
-            self._backward_encoder.commit(encoded.ticket)
             payload = encoded.payload
+            if encoded.received is not None:
+                entry.sticky = StickyAnswer(payload, encoded.ticket)
+                payload = self._whole(encoded.received)
+            else:
+                self._backward_encoder.commit(encoded.ticket)
         self.worker.accumulate(gradients)
         entry.accumulated = True
         return payload
@@ -223,10 +306,67 @@ class StageJobs:
         array = np.frombuffer(raw, self._id_type).astype(np.int64).reshape(self._token_shape)
         return torch.from_numpy(array).to(self.worker.state.device)  # (s, n + 1)
 
+    def _sizes_if_critical(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        spec = parse_spec(self.manifest.wire.backward)
+        if not isinstance(spec, CriticalSpec):
+            return None
+        encoders = [
+            make_encoder(item, boundary=0, direction=Direction.BACKWARD) for item in (CastSpec("fp32"), spec.inner)
+        ]
+        exact, compressed = [encoder.max_bytes(shape) for encoder in encoders]
+        return exact, compressed
+
     def _encoder(self, direction: Direction, boundary: int) -> Encoder:
         text = self.manifest.wire.forward if direction is Direction.FORWARD else self.manifest.wire.backward
         return make_encoder(parse_spec(text), boundary=max(0, boundary), direction=direction)
 
-    def _context(self, direction: Direction, step: int, microbatch: int) -> MessageContext:
+    def _context(
+        self,
+        direction: Direction,
+        step: int,
+        microbatch: int,
+        *,
+        sender: str = "",
+        receiver: str = "",
+        tokens: Raw = b"",
+    ) -> MessageContext:
         boundary = self.plan.index if direction is Direction.FORWARD else self.plan.index - 1
-        return MessageContext(max(0, boundary), direction, step=step, microbatch=microbatch)
+        return MessageContext(
+            max(0, boundary),
+            direction,
+            step=step,
+            microbatch=microbatch,
+            sender=sender,
+            receiver=receiver,
+            samples=self._samples(tokens) if tokens else (),
+        )
+
+    def _samples(self, tokens: Raw) -> tuple[int, ...]:
+        """Names of the training samples of a microbatch: both ends know their tokens. Equal ones are counted."""
+        row_bytes = self._token_shape[1] * self._id_type.itemsize
+        rows = [bytes(tokens[start : start + row_bytes]) for start in range(0, len(tokens), row_bytes)]
+        names = []
+        for number, row in enumerate(rows):
+            again = rows[:number].count(row).to_bytes(4, "little")
+            names.append(int.from_bytes(hashlib.blake2b(row + again, digest_size=8).digest(), "little"))
+        return tuple(names)
+
+    def _is_sticky(self, raw: Raw) -> bool:
+        try:
+            return needs_state(raw, limits=self._limits)
+        except CodecError as error:
+            raise BadTensor(str(error)) from error
+
+    def _made_whole(self, decoder: Decoder, raw: Raw, context: MessageContext) -> bytes:
+        try:
+            decoded = decoder.decode(raw, context, limits=self._limits)
+        except NeedKeyframe as error:
+            raise WrongPartner(str(error)) from error
+        except CodecError as error:
+            raise BadTensor(str(error)) from error
+        return self._whole(decoded.tensor)
+
+    def _whole(self, tensor: Tensor) -> bytes:
+        """A payload that anybody decodes to exactly this tensor: for the ledger, and for other partners."""
+        encoder = make_encoder(CastSpec("fp32"), boundary=0, direction=Direction.FORWARD)
+        return encoder.encode(tensor, MessageContext(0, Direction.FORWARD)).payload

@@ -10,9 +10,18 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from swarmtrain.codec import Ticket
 from swarmtrain.wire.messages import Done, Hop
 
 Raw = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class StickyAnswer:
+    """A gradient that only the caller can decode. Whoever else asks, or asks again, gets the whole one."""
+
+    payload: bytes
+    ticket: Ticket
 
 
 @dataclass
@@ -29,6 +38,10 @@ class Entry:
     accumulated: bool = False
     task: asyncio.Task[Done] | None = None
     hops: dict[int, Hop] = field(default_factory=dict)  # who took it further down, as far as known
+    caller: str = ""  # who sent it first
+    caller_busy_until: float = 0.0  # time of the loop until which the caller has other work, as it said
+    is_critical: bool = True  # whether the caller would wait for the gradient (codec/policy.py)
+    sticky: StickyAnswer | None = None  # for the caller only: a difference to what it holds
 
     @property
     def num_bytes(self) -> int:

@@ -12,7 +12,10 @@ import logging
 from dataclasses import dataclass, replace
 from functools import partial
 
+from swarmtrain.chain.dispatch import Sticky
+from swarmtrain.codec import Direction
 from swarmtrain.codec.errors import NonFiniteTensor
+from swarmtrain.codec.policy import SendEstimate, is_critical
 from swarmtrain.errors import DivergedError
 from swarmtrain.net.errors import Refusal
 from swarmtrain.net.exchange import Exchange
@@ -20,8 +23,8 @@ from swarmtrain.observe.faults import Action, Point, damaged
 from swarmtrain.observe.split import Part
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext, PeerState
-from swarmtrain.peer.jobs import BadTensor, StaleWork
-from swarmtrain.peer.ledger import Entry
+from swarmtrain.peer.jobs import BadTensor, Outcome, StaleWork, WrongPartner
+from swarmtrain.peer.ledger import Entry, Raw
 from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Replay, Work
 
 log = logging.getLogger(__name__)
@@ -55,12 +58,15 @@ class Microbatches:
         entry = context.ledger.get(work.microbatch)
         if entry is not None and entry.answer is not None:
             context.counters.from_ledger += 1
+            await self._give_up_sticky(entry, exchange.peer_id)
             return entry.answer
         if entry is None:
             self._check_room()
             entry = context.ledger.open(work.microbatch, bytes(work.tokens), bytes(work.boundary))
             entry.hops = {hop.stage: hop for hop in work.hints}
             entry.generation = context.jobs.generation
+            entry.caller = exchange.peer_id
+            entry.caller_busy_until = asyncio.get_running_loop().time() + work.backlog_s
             deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
             entry.task = asyncio.create_task(self._serve(entry, work, deadline_s), name=f"microbatch {work.microbatch}")
         else:
@@ -69,9 +75,22 @@ class Microbatches:
         listeners = self._listeners.setdefault(work.microbatch, set())
         listeners.add(exchange)
         try:
-            return await asyncio.shield(entry.task)
+            answer = await asyncio.shield(entry.task)
         finally:
             listeners.discard(exchange)
+        if entry.sticky is not None and entry.caller == exchange.peer_id:
+            return replace(answer, gradient=entry.sticky.payload)
+        return answer
+
+    async def _give_up_sticky(self, entry: Entry, caller: str) -> None:
+        """The caller asks again: it could not decode the difference, or never got it. The next one goes whole."""
+        context, sticky = self._context, entry.sticky
+        if sticky is None or entry.caller != caller:
+            return
+        entry.sticky = None
+        await context.compute.run(
+            Kind.STEP, -1, lambda: context.jobs.settle(Direction.BACKWARD, sticky.ticket, delivered=False)
+        )
 
     async def replay(self, replay: Replay, exchange: Exchange) -> Done:
         """Give a finished microbatch to the next stage once more, with the same bytes: somebody there lost it."""
@@ -105,17 +124,27 @@ class Microbatches:
         ledger, started = context.ledger, asyncio.get_running_loop().time()
         try:
             context.faults.hit(Point.BEFORE_FORWARD)
+            partner = ""
+            if context.dispatcher is not None and context.jobs.has_sticky_routes:
+                partner = context.dispatcher.partner(len(work.tokens))
+            if context.jobs.has_sticky_routes:
+                await context.compute.run(
+                    Kind.STEP, -1, lambda: context.jobs.take_boundary(entry, work.step, entry.caller)
+                )
+            if context.dispatcher is None:
+                entry.is_critical = self._is_critical(entry)  # the last stage encodes the gradient in the same job
             timed = await context.compute.run(
-                Kind.FORWARD, work.microbatch, lambda: context.jobs.forward(entry, work.step)
+                Kind.FORWARD, work.microbatch, lambda: context.jobs.forward(entry, work.step, partner)
             )
             context.faults.hit(Point.AFTER_FORWARD)
             clock.queue_s, clock.forward_s = timed.queue_s, timed.run_s
             if context.dispatcher is None:
                 answer = self._answer(clock, timed.value.payload, timed.value.loss, ())
             else:
-                below = await self._call_below(entry, work, timed.value.payload, deadline_s)
+                below, gradient = await self._gradient_from_below(entry, work, timed.value, partner, deadline_s)
+                entry.is_critical = self._is_critical(entry)
                 back = await context.compute.run(
-                    Kind.BACKWARD, work.microbatch, lambda: context.jobs.backward(entry, work.step, below.gradient)
+                    Kind.BACKWARD, work.microbatch, lambda: context.jobs.backward(entry, work.step, gradient)
                 )
                 clock.queue_s += back.queue_s
                 clock.backward_s = back.run_s
@@ -134,7 +163,50 @@ class Microbatches:
             return replace(answer, gradient=damaged(answer.gradient))
         return answer
 
-    async def _call_below(self, entry: Entry, work: Work, payload: bytes, deadline_s: float) -> Done:
+    def _is_critical(self, entry: Entry) -> bool:
+        """Whether the caller would stand idle for the exact gradient, and less for the compressed one."""
+        sizes = self._context.jobs.critical_bytes
+        rate = self._context.node.estimate(entry.caller).up_bytes_per_s if sizes is not None else None
+        if sizes is None or not rate:
+            return True
+        other_work_s = max(0.0, entry.caller_busy_until - asyncio.get_running_loop().time())
+        critical = is_critical(SendEstimate(other_work_s, sizes[0] / rate, sizes[1] / rate))
+        self._context.counters.critical[critical] += 1
+        return critical
+
+    async def _gradient_from_below(
+        self, entry: Entry, work: Work, outcome: Outcome, partner: str, deadline_s: float
+    ) -> tuple[Done, Raw]:
+        """The next stage's answer and its gradient. A difference that cannot be decoded is asked for once more."""
+        context, ticket = self._context, outcome.ticket
+        sticky = Sticky(partner, outcome.sticky) if ticket is not None else None
+        try:
+            below = await self._call_below(entry, work, outcome.payload, deadline_s, sticky)
+        finally:
+            if sticky is not None and ticket is not None:
+                delivered = sticky.delivered
+                await context.compute.run(
+                    Kind.STEP, -1, lambda: context.jobs.settle(Direction.FORWARD, ticket, delivered=delivered)
+                )
+        try:
+            return below, await self._take_gradient(entry, work.step, below)
+        except WrongPartner:
+            entry.hops[context.stage + 1] = below.route[0]
+            below = await self._call_below(entry, work, outcome.payload, deadline_s)
+            return below, await self._take_gradient(entry, work.step, below)
+
+    async def _take_gradient(self, entry: Entry, step: int, below: Done) -> Raw:
+        context, sender = self._context, below.route[0].peer_id
+        if not context.jobs.has_sticky_answers:
+            return below.gradient
+        timed = await context.compute.run(
+            Kind.STEP, -1, lambda: context.jobs.take_gradient(entry, step, below.gradient, sender)
+        )
+        return timed.value
+
+    async def _call_below(
+        self, entry: Entry, work: Work, payload: bytes, deadline_s: float, sticky: Sticky | None = None
+    ) -> Done:
         context = self._context
         assert context.dispatcher is not None
         request = Work(
@@ -148,15 +220,17 @@ class Microbatches:
             hints=tuple(entry.hops.values()),
             tokens=entry.tokens,
             boundary=payload,
+            backlog_s=context.compute.backlog_s(),
         )
         self._tell(entry, ())
 
         def progress(item: Progress) -> None:
             self._tell(entry, item.hops)
 
+        check = partial(self._check_answer, request)
         with context.compute.split.during(Part.WIRE):
             return await context.dispatcher.call(
-                request, deadline_s=deadline_s, on_progress=progress, check=partial(self._check_answer, request)
+                request, deadline_s=deadline_s, on_progress=progress, check=check, sticky=sticky
             )
 
     async def _evaluate(self, work: Work, exchange: Exchange) -> Done:
@@ -238,6 +312,8 @@ class Microbatches:
     def _as_refusal(self, error: BaseException) -> BaseException:
         if isinstance(error, BadTensor):
             return self._context.refuse(Code.BAD_TENSOR, str(error))
+        if isinstance(error, WrongPartner):
+            return self._context.refuse(Code.NEED_KEYFRAME, str(error))
         if isinstance(error, StaleWork):
             return self._context.refuse(Code.AHEAD, str(error))
         if isinstance(error, DivergedError | NonFiniteTensor):

@@ -109,6 +109,7 @@ class PeerObserver:
             "evaluated": context.counters.evaluated,
             "replayed": context.counters.replayed,
             "refused": context.counters.refused,
+            "gradients": {"waited_for": context.counters.critical[True], "hidden": context.counters.critical[False]},
             "forwards": context.jobs.num_forwards,
             "recomputed": context.jobs.num_recomputed,
             "rerouted": context.dispatcher.counters.rerouted if context.dispatcher else {},

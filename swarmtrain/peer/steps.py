@@ -12,17 +12,19 @@ import logging
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from swarmtrain.chain.state_transfer import StateSource
 from swarmtrain.net.exchange import Exchange
 from swarmtrain.observe.faults import Point
 from swarmtrain.observe.split import Part as TimePart
+from swarmtrain.peer.attempt import Attempt
+from swarmtrain.peer.bases import Bases, BasisMissing
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.ledger import Ledger
-from swarmtrain.reduce.reduction import Reduction, ReductionFailed
+from swarmtrain.reduce.coding import Reduced, stage_elements
+from swarmtrain.reduce.reduction import Lane, ReductionFailed
 from swarmtrain.wire.messages import (
     Applied,
     Apply,
@@ -51,7 +53,7 @@ _NO_ATTEMPT = (-1, -1, -1)
 class Ready:
     """A reduced sum waiting for its apply."""
 
-    reduced: Tensor
+    reduced: Reduced
     digest: str
 
 
@@ -62,8 +64,9 @@ class Steps:
         self._context = context
         self._attempt = _NO_ATTEMPT  # term, step, attempt
         self._task: asyncio.Task[Prepared | Unprepared] | None = None
-        self._reduction: Reduction | None = None
+        self._reducing: Attempt | None = None
         self._reduction_changed = asyncio.Condition()
+        self.bases = Bases(context)
         self._ready: dict[int, Ready] = {}
         self._decisions: dict[int, Apply] = {}  # a listener's, not yet applied
         self._applying = asyncio.Lock()
@@ -98,16 +101,20 @@ class Steps:
     async def part(self, part: Part, exchange: Exchange) -> ReducedPart:
         """Another peer's share of a piece that this peer owns."""
         context = self._context
-        await context.check_neighbour(part.run, part.term, part.stage)
+        is_fused = part.lane == Lane.FUSED  # between two stages: the roster says who belongs to it
+        await context.check_neighbour(part.run, part.term, context.stage if is_fused else part.stage)
         wanted = (part.term, part.step, part.attempt)
         try:
             async with asyncio.timeout(PART_WAIT_S), self._reduction_changed:
-                await self._reduction_changed.wait_for(lambda: self._reduction is not None and self._key() >= wanted)
+                await self._reduction_changed.wait_for(lambda: self._reducing is not None and self._key() >= wanted)
         except TimeoutError:
             raise context.refuse(Code.UNKNOWN, "this peer was not asked to prepare this attempt") from None
-        if self._reduction is None or self._key() != wanted:
+        if self._reducing is None or self._key() != wanted:
             raise context.refuse(Code.AHEAD, f"attempt {part.attempt} was given up")
-        return await self._reduction.take(part, exchange.peer_id)
+        reduction = await self._reducing.lane(Lane(part.lane))
+        if reduction is None:
+            raise context.refuse(Code.UNKNOWN, "this attempt was given up")
+        return await reduction.take(part, exchange.peer_id)
 
     async def apply(self, apply: Apply, exchange: Exchange) -> Applied:
         """Apply the prepared sum and open the next step. Asked again, gives the same answer."""
@@ -197,6 +204,7 @@ class Steps:
         ready = self._ready.get(apply.step)
         if ready is None or ready.digest != apply.digest:
             raise context.refuse(Code.UNPREPARED, f"the reduction of step {apply.step} was not heard here")
+        await self._learn_basis(apply)
         self._decisions[apply.step] = apply
         if context.step == apply.step and self.last_applied is not None:
             await self.catch_up()
@@ -204,10 +212,11 @@ class Steps:
 
     async def _apply(self, apply: Apply, ready: Ready) -> Applied:
         context = self._context
+        basis = await self._learn_basis(apply)
         context.is_applying = True  # what arrives from now on belongs to the next step
         try:
             timed = await context.compute.run(
-                Kind.STEP, _STEP_JOB, lambda: context.jobs.apply(ready.reduced, apply.scale, apply.learning_rate)
+                Kind.STEP, _STEP_JOB, lambda: context.jobs.apply(ready.reduced, apply.scale, apply.learning_rate, basis)
             )
             if apply.snapshot:
                 await self._keep_snapshot()
@@ -219,6 +228,15 @@ class Steps:
             context.is_applying = False
         context.faults.hit(Point.AFTER_APPLY)
         return self.last_applied
+
+    async def _learn_basis(self, apply: Apply) -> Tensor | None:
+        """Where the subspace moves with this step; None if it does not. Without it the step cannot be applied yet."""
+        if not apply.basis:
+            return None
+        try:
+            return await self.bases.learn(apply)
+        except BasisMissing as error:
+            raise self._context.refuse(Code.UNKNOWN, str(error), retry_after_s=1.0) from error
 
     async def _prepare(self, prepare: Prepare) -> Prepared | Unprepared:
         context = self._context
@@ -236,21 +254,20 @@ class Steps:
                 return Unprepared(np.array(missing, dtype="<u4").tobytes(), (), "not in this peer's ledger")
             share = await self._share(ledger, wanted, prepare.step)
         context.faults.hit(Point.IN_PREPARE)
-        reduction = Reduction(context.node, prepare, share)
+        attempt = Attempt(context, prepare, share)
         async with self._reduction_changed:
-            self._reduction = reduction
+            self._reducing = attempt
             self._reduction_changed.notify_all()
-        reduced = torch.empty(context.jobs.worker.state.gradient_size, dtype=torch.float32)
         try:
             with context.compute.split.during(TimePart.REDUCE):
-                await reduction.run(reduced, deadline_s=REDUCE_S)
+                reduced = await attempt.run(deadline_s=REDUCE_S)
         except ReductionFailed as error:
             log.info("reduction of step %d failed: %s", prepare.step, error)
             return Unprepared(b"", error.suspects, str(error)[:1000])
-        finished = await context.compute.run(Kind.STEP, _STEP_JOB, lambda: context.jobs.finish(reduced))
+        finished = await context.compute.run(Kind.STEP, _STEP_JOB, lambda: context.jobs.finish(reduced.gradient))
         squared_norm, digest = finished.value
         self._ready[prepare.step] = Ready(reduced, digest)
-        return Prepared(squared_norm, digest)
+        return Prepared(squared_norm, digest, await self.bases.propose(prepare.step, reduced.gradient))
 
     async def _share(self, ledger: Ledger, wanted: set[int], step: int) -> Tensor:
         context = self._context
@@ -261,28 +278,33 @@ class Steps:
         return timed.value
 
     async def _give_up(self) -> None:
-        if self._reduction is not None:
-            self._reduction.close()
-            self._reduction = None
+        if self._reducing is not None:
+            await self._reducing.close()
+            self._reducing = None
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._task = None
 
     def _key(self) -> tuple[int, int, int]:
-        assert self._reduction is not None
-        prepare = self._reduction.prepare
-        return (prepare.term, prepare.step, prepare.attempt)
+        assert self._reducing is not None
+        return self._reducing.key
 
     def _check_roster(self, prepare: Prepare) -> None:
         """Refuse a roster whose parts do not add up, before anything is allocated for it."""
         context = self._context
-        if sum(entry.owned for entry in prepare.roster) != context.jobs.worker.state.gradient_size:
+        layout = context.jobs.worker.state.layout
+        if sum(entry.owned for entry in prepare.roster) != stage_elements(layout, compress=prepare.compress):
             raise context.refuse(Code.BAD_ROSTER, "the owned parts do not make up this stage's gradient")
-        if any(len(entry.microbatches) % 4 for entry in prepare.roster):
-            raise context.refuse(Code.BAD_ROSTER, "a list of microbatches that is cut off")
-        if len({entry.peer_id for entry in prepare.roster}) != len(prepare.roster):
-            raise context.refuse(Code.BAD_ROSTER, "a peer is named twice")
+        if sum(entry.owned for entry in prepare.fused) != layout.num_fused:
+            raise context.refuse(Code.BAD_ROSTER, "the owned parts do not make up what two stages have in common")
+        if layout.num_fused and context.node.peer_id not in {entry.peer_id for entry in prepare.fused}:
+            raise context.refuse(Code.BAD_ROSTER, "this peer is missing among those of both stages")
+        for roster in (prepare.roster, prepare.fused):
+            if any(len(entry.microbatches) % 4 for entry in roster):
+                raise context.refuse(Code.BAD_ROSTER, "a list of microbatches that is cut off")
+            if len({entry.peer_id for entry in roster}) != len(roster):
+                raise context.refuse(Code.BAD_ROSTER, "a peer is named twice")
 
     def _my_entry(self, prepare: Prepare) -> RosterEntry | None:
         context = self._context

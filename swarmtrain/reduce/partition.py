@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hivemind.averaging.load_balancing import load_balance_peers
-
 PIECE_ELEMENTS = 1 << 19  # of the flat gradient: 4 MiB on the way to the owner, 2 MiB on the way back
 
 
@@ -27,6 +25,8 @@ def owned_elements(size: int, bytes_per_s: Sequence[float]) -> list[int]:
     """
     if len(bytes_per_s) == 1:
         return [size]
+    from hivemind.averaging.load_balancing import load_balance_peers  # takes a second to import
+
     known = [rate for rate in bytes_per_s if rate > 0]
     usual = sum(known) / len(known) if known else 1.0
     rates = [rate if rate > 0 else usual for rate in bytes_per_s]

@@ -2,30 +2,35 @@
 
 Every piece of the flat gradient has one owner. Everybody sends the owner its share; when all shares are in, the owner
 adds them in roster order, rounds the sum to fp32 once, and answers everybody, itself included, with the same bytes. So
-all replicas leave with the same bits. There is no matchmaking: the roster is given.
+all replicas leave with the same bits. There is no matchmaking: the roster is given. How shares and answers look as
+bytes is `shares.py`; an attempt may consist of several reductions, one per lane.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-from swarmtrain.model.exact import SUM_LIMIT
 from swarmtrain.net.errors import CallRefused, NetError, Refusal
 from swarmtrain.net.node import Node
 from swarmtrain.reduce.partition import Piece, cut
-from swarmtrain.wire.messages import Code, Part, Prepare, ReducedPart
+from swarmtrain.reduce.shares import EXACT, BadShare, Buffer, Share, ShareFormat
+from swarmtrain.wire.messages import Code, Part, Prepare, ReducedPart, RosterEntry
 
-Share = npt.NDArray[Any]
 IN_FLIGHT = 4  # pieces on the way to one owner at once, in a small group
 _GROUP_IN_FLIGHT = 16  # shares that one owner has to hold at once, as far as one piece of everybody allows
+
+
+class Lane(IntEnum):
+    """Which of an attempt's reductions a part belongs to."""
+
+    STAGE = 0  # what the peers of the stage have in common
+    FUSED = 1  # a tied embedding, over the peers of the first and of the last stage
+    LEFT = 2  # PowerSGD's left factors, which come before the rest
 
 
 class ReductionFailed(Exception):
@@ -42,20 +47,36 @@ class _OwnedPiece:
 
     piece: Piece
     shares: dict[int, Share]
-    result: asyncio.Future[bytes]
+    result: asyncio.Future[Buffer]
 
 
 class Reduction:
-    """One (step, attempt) of one stage, at one peer."""
+    """One (step, attempt) of one stage, at one peer, in one lane."""
 
-    def __init__(self, node: Node, prepare: Prepare, share: Tensor | None) -> None:
-        """`share` is this peer's gradient sum; None if it has no work in this step."""
-        self._node, self.prepare = node, prepare
-        self.peers = [entry.peer_id for entry in prepare.roster]
-        self.contributors = [i for i, entry in enumerate(prepare.roster) if entry.microbatches]
+    def __init__(
+        self,
+        node: Node,
+        prepare: Prepare,
+        share: Tensor | None,
+        *,
+        lane: Lane = Lane.STAGE,
+        roster: Sequence[RosterEntry] | None = None,
+        pieces: list[Piece] | None = None,
+        form: ShareFormat = EXACT,
+    ) -> None:
+        """`share` is this peer's part of the sum; None if it has no work in this step.
+
+        `roster` and `pieces` default to those of `prepare`.
+        """
+        self._node, self.prepare, self.lane, self._form = node, prepare, lane, form
+        roster = prepare.roster if roster is None else roster
+        self.peers = [entry.peer_id for entry in roster]
+        self.contributors = [i for i, entry in enumerate(roster) if entry.microbatches]
         self.position = self.peers.index(node.peer_id)
-        self.pieces = cut([entry.owned for entry in prepare.roster])
+        self.pieces = cut([entry.owned for entry in roster]) if pieces is None else pieces
         self._share = share.numpy() if share is not None else None
+        self.num_sent = 0  # elements that went to other owners
+        self.num_received = 0  # elements that came back from them
         loop = asyncio.get_running_loop()
         self._owned = {
             piece.index: _OwnedPiece(piece, {}, loop.create_future())
@@ -112,24 +133,38 @@ class Reduction:
         return mine + [piece for piece in self.pieces if piece.owner < self.position]
 
     async def _reduce(self, piece: Piece, out: Tensor, room: asyncio.Semaphore) -> None:
+        size = piece.stop - piece.start
         if piece.owner == self.position:
             owned = self._owned[piece.index]
             if self._share is not None:
-                self._keep(owned, self.position, self._share[piece.start : piece.stop])
-            raw: bytes | bytearray | memoryview = await asyncio.shield(owned.result)
+                own = self._form.own(self._share[piece.start : piece.stop], piece.start)
+                self._keep(owned, self.position, own)
+            raw: Buffer = await asyncio.shield(owned.result)
         else:
             async with room:
                 raw = await self._send(piece)
-        if len(raw) != 4 * (piece.stop - piece.start):
-            raise ReductionFailed("a reduced piece has the wrong size", [self.peers[piece.owner]])
-        out.numpy()[piece.start : piece.stop] = np.frombuffer(raw, dtype="<f4")
+            self.num_received += size
+        try:
+            out.numpy()[piece.start : piece.stop] = self._form.result(raw, size)
+        except BadShare as error:
+            raise ReductionFailed(f"a reduced piece: {error}", [self.peers[piece.owner]]) from error
 
-    async def _send(self, piece: Piece) -> bytes | bytearray | memoryview:
+    async def _send(self, piece: Piece) -> Buffer:
         owner, prepare = self.peers[piece.owner], self.prepare
-        values: bytes | memoryview = b""
+        values: Buffer = b""
         if self._share is not None:
-            values = self._share[piece.start : piece.stop].view(np.uint8).data
-        part = Part(prepare.run, prepare.term, prepare.stage, prepare.step, prepare.attempt, piece.index, values)
+            values = self._form.pack(self._share[piece.start : piece.stop], piece.start)
+            self.num_sent += piece.stop - piece.start
+        part = Part(
+            run=prepare.run,
+            term=prepare.term,
+            stage=prepare.stage,
+            step=prepare.step,
+            attempt=prepare.attempt,
+            piece=piece.index,
+            values=values,
+            lane=int(self.lane),
+        )
         try:
             return (await self._node.call(owner, part, deadline_s=600.0, expect=ReducedPart)).values
         except CallRefused as error:
@@ -137,25 +172,22 @@ class Reduction:
         except NetError as error:
             raise ReductionFailed(f"{owner[-8:]}: {error}", [owner]) from error
 
-    def _add_share(self, owned: _OwnedPiece, sender: int, values: bytes | bytearray | memoryview) -> None:
+    def _add_share(self, owned: _OwnedPiece, sender: int, values: Buffer) -> None:
         size = owned.piece.stop - owned.piece.start
-        if sender not in self.contributors or len(values) not in (8 * size, 4 * size):
-            raise Refusal(Code.BAD_TENSOR, "a share of the wrong size, or of a peer without work in this step")
-        share: Share = np.frombuffer(values, dtype=np.float64 if len(values) == 8 * size else np.float32)
-        if not math.isfinite(float(share.sum())):  # one pass: a single NaN or infinity makes the sum one
-            raise Refusal(Code.BAD_TENSOR, "a share that is not finite")
+        if sender not in self.contributors:
+            raise Refusal(Code.BAD_TENSOR, "a share of a peer without work in this step")
+        try:
+            share = self._form.unpack(values, size)
+        except BadShare as error:
+            raise Refusal(Code.BAD_TENSOR, str(error)) from error
         self._keep(owned, sender, share)
 
     def _keep(self, owned: _OwnedPiece, sender: int, share: Share) -> None:
         owned.shares.setdefault(sender, share)
         if len(owned.shares) == len(self.contributors) and not owned.result.done():
-            total = np.zeros(owned.piece.stop - owned.piece.start, dtype=share.dtype)
-            for position in self.contributors:
-                total += owned.shares[position]
-            if total.dtype == np.float64 and total.size and max(-total.min(), total.max()) > SUM_LIMIT:
-                total[:] = np.nan  # no longer exact: the step's norm will say that training diverged
-            owned.result.set_result(total.astype("<f4").tobytes())
-            owned.shares = dict.fromkeys(owned.shares, share[:0])
+            shares = [owned.shares[position] for position in self.contributors]
+            owned.result.set_result(self._form.answer(shares, owned.piece))
+            owned.shares = dict.fromkeys(owned.shares, Share.empty())
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:

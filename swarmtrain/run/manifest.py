@@ -7,6 +7,7 @@ digest of the canonical form names the run's definition everywhere: in checkpoin
 from __future__ import annotations
 
 import hashlib
+import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -16,7 +17,7 @@ from typing import Any
 from swarmtrain.errors import ManifestError
 from swarmtrain.run.fields import key, one_line, read_section, rule_of, toml_value
 
-BOUNDARY_KINDS = ("subspace", "projected", "dense")
+BOUNDARY_KINDS = ("subspace", "projected", "dense", "learned")
 MAX_MANIFEST_BYTES = 1 << 20
 _CODEC = r"[a-z0-9][a-z0-9+:=,.\-]{0,63}"
 
@@ -60,11 +61,13 @@ class BoundarySection:
     """What crosses from stage to stage."""
 
     kind: str = key("what the residual stream is between stages", choices=BOUNDARY_KINDS)
-    k: int = key("numbers per token on the wire (subspace, projected)", default=8, low=1, high=2**16)
+    k: int = key("numbers per token on the wire (all kinds but dense)", default=8, low=1, high=2**16)
     tail_layers: int = key("last layers that leave the subspace; all in the last stage", default=1, low=0, high=1024)
     track_every: int = key("steps between moves of the subspace; 0 = fixed", default=0, low=0, high=10**9)
     track_rate: float = key("size of a move on the Grassmann manifold", default=0.1, low=0.0, high=1e6)
     reproject_every: int = key("projected: steps between re-projections", default=50, low=1, high=10**9)
+    anchor_rank: int = key("learned: rank of each boundary's trained token vectors", default=8, low=1, high=2**16)
+    match_parameters: bool = key("subspace: parameters saved by the factors go into MLP width", default=False)
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,14 @@ class WireSection:
 
     forward: str = key("codec of activations", default="fp32", pattern=_CODEC)
     backward: str = key("codec of gradients", default="fp32", pattern=_CODEC)
+
+
+@dataclass(frozen=True)
+class ReduceSection:
+    """How the replicas of a stage add up their gradients."""
+
+    codec: str = key("none, bf16, int8, topk64 or powersgd32", default="none", pattern=r"[a-z0-9]{1,16}")
+    selective: bool = key("compress only in stages whose reduction would end last", default=False)
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,7 @@ class Manifest:
     stages: StagesSection
     boundary: BoundarySection
     wire: WireSection
+    reduce: ReduceSection
     data: DataSection
     batch: BatchSection
     optimizer: OptimizerSection
@@ -161,6 +173,30 @@ class Manifest:
         return hashlib.sha256(self.canonical().encode()).hexdigest()
 
     @property
+    def has_subspace(self) -> bool:
+        """Whether the residual stream lives in S = span(U), in one form or the other."""
+        return self.boundary.kind in ("subspace", "projected")
+
+    @property
+    def ffn_size(self) -> int:
+        """The MLP width that the model has: model.ffn_size, or what boundary.match_parameters makes of it."""
+        return matched_ffn_size(self) if self.boundary.match_parameters else self.model.ffn_size
+
+    @property
+    def powersgd_rank(self) -> int:
+        """Of reduce.codec = powersgdR; 0 for every other codec. Its right factors are part of the stages' state."""
+        found = re.fullmatch(r"powersgd([1-9]\d{0,3})", self.reduce.codec, re.ASCII)
+        return int(found[1]) if found else 0
+
+    def basis_epoch(self, step: int) -> int:
+        """How often the subspace has moved when `step` steps are applied."""
+        return step // self.boundary.track_every if self.boundary.track_every else 0
+
+    def moves_basis(self, step: int) -> bool:
+        """Whether the subspace moves when step `step` (0-based) is applied."""
+        return self.basis_epoch(step + 1) != self.basis_epoch(step)
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step learns from."""
         batch = self.batch
@@ -173,6 +209,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "stages": StagesSection,
     "boundary": BoundarySection,
     "wire": WireSection,
+    "reduce": ReduceSection,
     "data": DataSection,
     "batch": BatchSection,
     "optimizer": OptimizerSection,
@@ -262,12 +299,16 @@ def _check_shapes(manifest: Manifest) -> None:
             "model.num_kv_heads", f"is {model.num_kv_heads}; must divide model.num_heads = {model.num_heads}"
         )
     split = split_layers(manifest)
+    if boundary.match_parameters and boundary.kind != "subspace":
+        raise ManifestError("boundary.match_parameters", f"only subspace saves parameters; kind is {boundary.kind}")
+    if not manifest.has_subspace and boundary.track_every:
+        raise ManifestError("boundary.track_every", f"only a subspace can be tracked; boundary.kind is {boundary.kind}")
     if boundary.kind == "dense":
-        if boundary.track_every:
-            raise ManifestError("boundary.track_every", "only a subspace can be tracked; boundary.kind is dense")
         return
     if boundary.k > model.hidden_size:
         raise ManifestError("boundary.k", f"is {boundary.k}; must be at most model.hidden_size = {model.hidden_size}")
+    if boundary.kind == "learned":
+        return
     if boundary.tail_layers > len(split[-1]):
         raise ManifestError(
             "boundary.tail_layers",
@@ -297,6 +338,19 @@ def split_layers(manifest: Manifest) -> list[range]:
         raise ManifestError("stages.layers", f"adds up to {sum(sizes)}; must be model.num_layers = {total}")
     starts = [sum(sizes[:stage]) for stage in range(count)]
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def matched_ffn_size(manifest: Manifest) -> int:
+    """The widest MLP with which a factored model has no more trained parameters than the dense one.
+
+    One width for all layers, so that the exported model is still a plain LLaMA.
+    """
+    model, boundary = manifest.model, manifest.boundary
+    d, k, ffn = model.hidden_size, boundary.k, model.ffn_size
+    num_factored = model.num_layers - boundary.tail_layers
+    saved = (d - k) * (num_factored * (d + ffn) + model.vocab_size)
+    per_column = num_factored * (2 * d + k) + boundary.tail_layers * 3 * d
+    return ffn + saved // per_column
 
 
 def _render(manifest: Manifest, *, with_help: bool) -> str:

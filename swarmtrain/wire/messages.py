@@ -38,6 +38,7 @@ class Code(StrEnum):
     BEHIND = "behind"  # the peer has not reached this step yet
     AHEAD = "ahead"  # this step is over
     STALE_BASIS = "stale-basis"  # the sender's subspace basis is another one
+    NEED_KEYFRAME = "need-keyframe"  # a message that builds on a state that is not here: send it whole
     BAD_TENSOR = "bad-tensor"  # wrong shape, damaged, or not finite
     BAD_ROSTER = "bad-roster"  # a reduction that cannot be one of this stage
     NOT_SERVING = "not-serving"  # joining, paused or draining
@@ -74,6 +75,7 @@ class Work(Message):
     hints: Hops  # who is known to have taken it further down
     tokens: Annotated[Blob, MaxLength(16 * MIB)]
     boundary: Annotated[Blob, MaxLength(256 * MIB)]  # empty for stage 0
+    backlog_s: Seconds = 0.0  # other work that the caller has to do, when it sends this
 
 
 @message(kind="done", priority=Priority.BOUNDARY)
@@ -197,6 +199,9 @@ class Prepare(Message):
     step: Step
     attempt: Attempt
     roster: Annotated[tuple[RosterEntry, ...], MaxLength(4096)]
+    # Tied embeddings: the peers of the first and of the last stage, who add up both sides' gradient in one group.
+    fused: Annotated[tuple[RosterEntry, ...], MaxLength(8192)] = ()
+    compress: bool = False  # use the run's gradient codec for this reduction
 
 
 @message(kind="prepared", priority=Priority.CONTROL)
@@ -205,6 +210,7 @@ class Prepared(Message):
 
     squared_norm: Annotated[float, AllowNonFinite()]
     digest: Digest
+    basis: Digest = ""  # from the last stage, when the subspace moves at this step: of the new basis
 
 
 @message(kind="unprepared", priority=Priority.CONTROL)
@@ -227,6 +233,7 @@ class Part(Message):
     attempt: Attempt
     piece: Annotated[int, Range(0, 2**31)]
     values: Annotated[Blob, MaxLength(32 * MIB)]  # empty from a peer that has no work in this step
+    lane: Annotated[int, Range(0, 2)] = 0  # which of an attempt's reductions: `reduce.reduction.Lane`
 
 
 @message(kind="reduced_part", priority=Priority.REDUCTION)
@@ -247,6 +254,8 @@ class Apply(Message):
     scale: float
     learning_rate: float
     snapshot: bool  # keep a copy of the state after this step for a checkpoint
+    basis: Digest = ""  # the subspace moves at this step, to the basis with this digest
+    basis_donors: Annotated[tuple[PeerId, ...], MaxLength(64)] = ()  # who has it
 
 
 @message(kind="applied", priority=Priority.CONTROL)
@@ -255,6 +264,21 @@ class Applied(Message):
 
     step: Step
     state_digest: Digest
+
+
+@message(kind="fetch_basis", priority=Priority.CONTROL)
+class FetchBasis(Message):
+    """The basis to which the subspace moves when `step` is applied. Answer: `Basis`."""
+
+    run: RunId
+    step: Step
+
+
+@message(kind="basis", priority=Priority.STATE)
+class Basis(Message):
+    """U, row by row, fp32."""
+
+    values: Annotated[Blob, MaxLength(256 * MIB)]
 
 
 @message(kind="fetch_state", priority=Priority.STATE)
@@ -323,6 +347,8 @@ MESSAGES = Registry(
     ReducedPart,
     Apply,
     Applied,
+    FetchBasis,
+    Basis,
     FetchState,
     StateChunk,
     FetchDigests,

@@ -73,7 +73,8 @@ def test_every_key_changes_the_digest() -> None:
         | {"tie_embeddings": "true"},
         "stages": {"count": "2", "layers": "[1, 3, 2, 2]"},
         "boundary": {"kind": '"projected"', "k": "9", "tail_layers": "2", "track_every": "5", "track_rate": "0.2"}
-        | {"reproject_every": "7"},
+        | {"reproject_every": "7", "anchor_rank": "5", "match_parameters": "true"},
+        "reduce": {"codec": '"int8"', "selective": "true"},
         "wire": {"forward": '"bf16"', "backward": '"bf16"'},
         "data": {"source": '"elsewhere"', "validation_fraction": "0.1"},
         "batch": {"sequences_per_microbatch": "3", "microbatches_per_step": "5", "accumulate": '"float"'},

@@ -1,0 +1,125 @@
+"""`swarmtrain study`: compare methods of compression on the same tokens."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarmtrain.cli.options import (
+    JsonOption,
+    ManifestArgument,
+    SetOption,
+    StepsOption,
+    ThreadsOption,
+    lock_directory,
+    manifest_from,
+    on_terminal,
+    print_json,
+    use_threads,
+)
+from swarmtrain.errors import StorageError
+
+if TYPE_CHECKING:
+    from swarmtrain.study.results import RunResult
+    from swarmtrain.study.runner import Progress
+
+
+class LinkName(StrEnum):
+    """Links that wall-clock is projected to."""
+
+    slow = "20mbit"
+    home = "80mbit"
+    fast = "500mbit"
+    centre = "100gbit"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("study")(study)
+
+
+def study(
+    manifest: ManifestArgument,
+    methods: Annotated[
+        str, typer.Option(help="Joined by commas, as in dense,subspace8,quant4/quant8,subspace+quant8 (docs/study.md).")
+    ],
+    out: Annotated[Path, typer.Option(help="Where results go. A study that is started again there goes on.")],
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Trainings of each method.")] = 3,
+    steps: StepsOption = None,
+    set_: SetOption = None,
+    link: Annotated[LinkName, typer.Option(help="For the plot of loss against time.")] = LinkName.home,
+    plots: Annotated[bool, typer.Option(help="Draw plots (needs matplotlib).")] = True,
+    as_json: JsonOption = False,
+    threads: ThreadsOption = None,
+) -> None:
+    """Train every method on the same tokens; write tables and plots of loss, bytes and projected time."""
+    use_threads(threads)
+    from swarmtrain.study.methods import parse_methods
+    from swarmtrain.study.runner import Study, study_manifest
+
+    wanted = tuple(parse_methods(methods))
+    run = Study(study_manifest(manifest_from(manifest, set_, steps)), wanted, seeds, out)
+    run.runs()  # every method must make a valid manifest before the first is trained
+    lock_directory(out)
+    known = run.results()
+    show = _Show(as_json)
+    if known:
+        show.note(f"{len(known)} trainings were finished before")
+    for result in run.train(show.step):
+        show.result(result)
+    _write(run.results(), out, link if plots else None, show)
+
+
+def _write(results: list[RunResult], out: Path, link: str | None, show: _Show) -> None:
+    from swarmtrain.study.plots import draw
+    from swarmtrain.study.tables import as_csv, as_markdown, rows
+
+    table = rows(results)
+    try:
+        (out / "study.csv").write_text(as_csv(table))
+        (out / "study.md").write_text(as_markdown(table))
+        drawn = draw(results, out, link) if link is not None else []
+    except OSError as error:
+        raise StorageError(f"cannot write to {out}: {error.strerror}", fix="choose another --out") from error
+    show.done([out / "study.csv", out / "study.md", *drawn])
+
+
+class _Show:
+    """Progress for people, or one object per line."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr if self._as_json else sys.stdout, flush=True)
+
+    def step(self, progress: Progress) -> None:
+        if self._as_json:
+            print_json({"event": "progress", **asdict(progress)})
+        elif on_terminal():
+            sys.stderr.write(
+                f"\r\x1b[K{progress.method}, seed {progress.seed} ({progress.run} of {progress.num_runs})  "
+                f"step {progress.step}/{progress.num_steps}  loss {progress.loss:.4f}  {progress.left_s:.0f} s left"
+            )
+            sys.stderr.flush()
+
+    def result(self, result: RunResult) -> None:
+        if self._as_json:
+            print_json({"event": "result", **asdict(result)})
+            return
+        if on_terminal():
+            sys.stderr.write("\r\x1b[K")
+        loss = f"diverged: {result.diverged}" if result.val_loss is None else f"validation {result.val_loss:.4f}"
+        sent = result.costs.forward_bytes + result.costs.backward_bytes
+        print(f"{result.method:<28} seed {result.seed:<3} {loss}  {sent:8.1f} bytes/token", flush=True)
+
+    def done(self, paths: list[Path]) -> None:
+        if self._as_json:
+            print_json({"event": "done", "files": [str(path) for path in paths]})
+        else:
+            print("\n".join(f"wrote {path}" for path in paths))

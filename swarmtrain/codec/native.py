@@ -1,0 +1,112 @@
+"""Optional machine code for quant8 and checksums: built once with the machine's own C compiler, if there is one.
+
+Python computes the same bits (tests/codec/test_native.py): without a compiler, or with SWARMTRAIN_NATIVE=off, all
+works, only slower. What was built lies in the user's cache, named by source, compiler and processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from importlib import resources
+from pathlib import Path
+
+import numpy
+import numpy.typing
+
+log = logging.getLogger(__name__)
+
+# No multiply-add: it would round once where Python rounds twice.
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared")
+_BUILD_S = 60.0
+
+Floats = numpy.typing.NDArray[numpy.float32]
+Codes = numpy.typing.NDArray[numpy.uint8]
+Scales = numpy.typing.NDArray[numpy.uint16]
+Words = numpy.typing.NDArray[numpy.uint64]
+
+
+class Native:
+    """The loops. Arrays are contiguous; `group` divides the number of numbers."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        self._quantize = library.st_quantize8
+        self._quantize.argtypes, self._quantize.restype = [pointer, size, size, pointer, pointer], ctypes.c_int
+        self._dequantize = library.st_dequantize8
+        self._dequantize.argtypes, self._dequantize.restype = [pointer, size, size, pointer, pointer], None
+        self._sums = library.st_sums
+        self._sums.argtypes, self._sums.restype = [pointer, size, size, pointer, pointer], None
+
+    def quantize(self, numbers: Floats, group: int, scales: Scales, codes: Codes) -> bool:
+        """Fill `scales` and `codes`; False if a number is NaN or infinite."""
+        found = self._quantize(numbers.ctypes.data, numbers.size // group, group, scales.ctypes.data, codes.ctypes.data)
+        return bool(found == 0)
+
+    def dequantize(self, codes: Codes, group: int, scales: Scales, numbers: Floats) -> None:
+        """Fill `numbers`."""
+        self._dequantize(codes.ctypes.data, numbers.size // group, group, scales.ctypes.data, numbers.ctypes.data)
+
+    def sums(self, words: Words, rows: Words, columns: Words) -> None:
+        """Fill `rows` with the sums of the rows of `words` (rows, columns), and add up its columns in `columns`."""
+        self._sums(words.ctypes.data, *words.shape, rows.ctypes.data, columns.ctypes.data)
+
+
+@functools.cache
+def native() -> Native | None:
+    """The loops, or None where they cannot be had."""
+    if os.environ.get("SWARMTRAIN_NATIVE", "on") == "off" or sys.byteorder != "little":
+        return None
+    try:
+        found = Native(ctypes.CDLL(str(_library())))
+    except (OSError, subprocess.SubprocessError, AttributeError, ValueError) as error:
+        log.info("codecs run without machine code: %s", error)
+        return None
+    return found
+
+
+def _library() -> Path:
+    """The built library; builds it if it is not there. OSError or SubprocessError if that does not work."""
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler")
+    source = (resources.files("swarmtrain.codec") / "quant8.c").read_bytes()
+    what = b"\0".join([source, compiler.encode(), " ".join(_FLAGS).encode(), _processor()])
+    directory = _cache()
+    path = directory / f"quant8-{hashlib.sha256(what).hexdigest()[:16]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=directory) as work:
+            (Path(work) / "quant8.c").write_bytes(source)
+            command = [compiler, *_FLAGS, "-o", f"{work}/quant8.so", f"{work}/quant8.c"]
+            subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_S, stdin=subprocess.DEVNULL)
+            os.replace(f"{work}/quant8.so", path)
+    return path
+
+
+def _cache() -> Path:
+    """A directory that only this user can write to: what lies in it is executed."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swarmtrain" / "native"
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = base.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{base} can be written by others")
+    return base
+
+
+def _processor() -> bytes:
+    """Names the kind of processor: a home directory may be shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.node()} {platform.machine()}".encode()
+    kinds = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    return "\n".join(sorted(kinds)).encode()

@@ -1,0 +1,114 @@
+"""All reductions of one attempt at one peer: its stage's gradient, in the lanes that the run needs.
+
+Other peers' parts may arrive for a lane before this peer has begun it; `lane` waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from swarmtrain.peer.compute import Kind
+from swarmtrain.peer.context import PeerContext
+from swarmtrain.reduce.coding import Reduced, left_pieces
+from swarmtrain.reduce.reduction import Lane, Reduction
+from swarmtrain.wire.messages import Prepare, RosterEntry
+
+_STEP_JOB = -1
+
+
+class Attempt:
+    """One (term, step, attempt). `share` is the whole flat sum of this peer; None if it has no work in the step."""
+
+    def __init__(self, context: PeerContext, prepare: Prepare, share: Tensor | None) -> None:
+        self._context, self.prepare, self._share = context, prepare, share
+        self._lanes: dict[Lane, Reduction] = {}
+        self._changed = asyncio.Condition()
+        self._is_closed = False
+        coder = context.jobs.coder
+        self._num_fused = coder.layout.num_fused if prepare.fused else 0
+        self._factors = coder.spec.kind == "powersgd" and prepare.compress and bool(coder.layout.factored)
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What orders attempts."""
+        return (self.prepare.term, self.prepare.step, self.prepare.attempt)
+
+    async def lane(self, lane: Lane) -> Reduction | None:
+        """The reduction of a lane, as soon as this peer has begun it; None if it never will."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: lane in self._lanes or self._is_closed)
+        return self._lanes.get(lane)
+
+    async def close(self) -> None:
+        """Give up: whoever waits for something of this peer is told so."""
+        self._is_closed = True
+        for reduction in self._lanes.values():
+            reduction.close()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def run(self, *, deadline_s: float) -> Reduced:
+        """The stage's reduced gradient. Raises ReductionFailed."""
+        layout, own_start = self._context.jobs.coder.layout, self._num_fused
+        gradient = torch.empty(layout.gradient_size, dtype=torch.float32)
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + deadline_s
+        own = None if self._share is None else self._share[own_start:]
+        stage = self._run_factors(own, ends_at) if self._factors else self._run_stage(own, gradient, ends_at)
+        if not self._num_fused:
+            return await stage
+        both = None if self._share is None else self._share[:own_start]
+        fused = self._run_fused(both, gradient[:own_start], ends_at)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(fused)
+                staged = tasks.create_task(stage)
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+        found = staged.result()
+        gradient[own_start:] = found.gradient[-(gradient.numel() - own_start) :]
+        return Reduced(gradient, found.commit)
+
+    async def _run_stage(self, own: Tensor | None, gradient: Tensor, ends_at: float) -> Reduced:
+        form, commit = self._context.jobs.coder.sliced(compress=self.prepare.compress)
+        reduction = Reduction(self._context.node, self.prepare, own, form=form)
+        await self._begin(reduction)
+        await reduction.run(gradient[self._num_fused :], deadline_s=_left(ends_at))
+        return Reduced(gradient, commit)
+
+    async def _run_fused(self, both: Tensor | None, out: Tensor, ends_at: float) -> None:
+        roster: Sequence[RosterEntry] = self.prepare.fused
+        reduction = Reduction(self._context.node, self.prepare, both, lane=Lane.FUSED, roster=roster)
+        await self._begin(reduction)
+        await reduction.run(out, deadline_s=_left(ends_at))
+
+    async def _run_factors(self, own: Tensor | None, ends_at: float) -> Reduced:
+        """PowerSGD: left factors first, everything else once they are known."""
+        context, node = self._context, self._context.node
+        coder = context.jobs.coder
+        factors = (await context.compute.run(Kind.STEP, _STEP_JOB, lambda: coder.factors(own))).value
+        share = (await context.compute.run(Kind.STEP, _STEP_JOB, factors.left)).value
+        pieces = left_pieces(coder.layout, [entry.owned for entry in self.prepare.roster])
+        first = Reduction(node, self.prepare, share, lane=Lane.LEFT, pieces=pieces, form=factors.left_form)
+        await self._begin(first)
+        left = torch.empty(pieces[-1].stop)
+        await first.run(left, deadline_s=_left(ends_at))
+        vector = (await context.compute.run(Kind.STEP, _STEP_JOB, lambda: factors.vector(left))).value
+        second = Reduction(node, self.prepare, vector)
+        await self._begin(second)
+        total = torch.empty(second.pieces[-1].stop)
+        await second.run(total, deadline_s=_left(ends_at))
+        return (await context.compute.run(Kind.STEP, _STEP_JOB, lambda: factors.reduced(left, total))).value
+
+    async def _begin(self, reduction: Reduction) -> None:
+        async with self._changed:
+            self._lanes[reduction.lane] = reduction
+            self._changed.notify_all()
+
+
+def _left(ends_at: float) -> float:
+    return max(0.1, ends_at - asyncio.get_running_loop().time())

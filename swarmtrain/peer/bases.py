@@ -1,0 +1,95 @@
+"""Subspace tracking at a peer: the last stage proposes the next basis, the others fetch it before they apply.
+
+A basis is named by its digest, which the decision holds. So nobody can move elsewhere than all others do.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmtrain.model.buffers import as_bytes
+from swarmtrain.model.subspace import tensor_digest
+from swarmtrain.net.errors import NetError
+from swarmtrain.net.exchange import Exchange
+from swarmtrain.peer.compute import Kind
+from swarmtrain.peer.context import PeerContext
+from swarmtrain.wire.messages import Apply, Basis, Code, FetchBasis
+
+FETCH_S = 30.0
+MAX_KEPT = 4  # a newcomer may apply several moves one after the other
+_STEP_JOB = -1
+
+
+class BasisMissing(Exception):
+    """Nobody who was named has the basis."""
+
+
+class Bases:
+    """The bases of the last moves, by the step that moves to them."""
+
+    def __init__(self, context: PeerContext) -> None:
+        self._context = context
+        self._known: dict[int, Tensor] = {}
+
+    async def propose(self, step: int, reduced: Tensor) -> str:
+        """On the last stage, at a step that moves the subspace: the digest of the new basis. Else empty."""
+        context = self._context
+        if not context.manifest.moves_basis(step) or context.jobs.worker.state.gram is None:
+            return ""
+        if context.step != step:  # a newcomer: its own statistics are not those of this step yet
+            return ""
+        timed = await context.compute.run(Kind.STEP, _STEP_JOB, lambda: context.jobs.worker.proposed_basis(reduced))
+        self._keep(step, timed.value.cpu())
+        return tensor_digest(timed.value)
+
+    async def learn(self, apply: Apply) -> Tensor:
+        """The basis that a decision names: the own proposal if it is that one, else from somebody who has it."""
+        known = self._known.get(apply.step)
+        if known is not None and tensor_digest(known) == apply.basis:
+            return known
+        context, reason = self._context, "nobody was named"
+        for donor in apply.basis_donors:
+            if donor == context.node.peer_id:
+                continue
+            try:
+                request = FetchBasis(context.run_id, apply.step)
+                answer = await context.node.call(donor, request, deadline_s=FETCH_S, expect=Basis)
+                found = self._read(bytes(answer.values))
+            except (NetError, ValueError) as error:
+                reason = f"{donor[-8:]}: {error}"
+                continue
+            if tensor_digest(found) == apply.basis:
+                self._keep(apply.step, found)
+                return found
+            reason = f"{donor[-8:]} has another one"
+        raise BasisMissing(f"the basis of step {apply.step} could not be had: {reason}")
+
+    async def fetch(self, fetch: FetchBasis, exchange: Exchange) -> Basis:
+        """Answer `FetchBasis`: a kept one, or the current one if the subspace has not moved again since."""
+        context = self._context
+        if fetch.run != context.run_id:
+            raise context.refuse(Code.WRONG_RUN, f"this peer serves run {context.run_id}")
+        known, state = self._known.get(fetch.step), context.jobs.worker.state
+        if (
+            known is None
+            and state.basis is not None
+            and state.basis_epoch == context.manifest.basis_epoch(fetch.step + 1)
+        ):
+            known = state.basis.detach().to("cpu", copy=True)
+        if known is None:
+            raise context.refuse(Code.UNKNOWN, f"the basis of step {fetch.step} is not known here")
+        return Basis(bytes(as_bytes(known.reshape(-1))))
+
+    def _read(self, raw: bytes) -> Tensor:
+        model, boundary = self._context.manifest.model, self._context.manifest.boundary
+        shape = (model.hidden_size, boundary.k)
+        if len(raw) != 4 * shape[0] * shape[1]:
+            raise ValueError("not a basis of this run")
+        return torch.from_numpy(np.frombuffer(raw, dtype="<f4").reshape(shape).copy())
+
+    def _keep(self, step: int, basis: Tensor) -> None:
+        self._known[step] = basis
+        for old in sorted(self._known)[:-MAX_KEPT]:
+            del self._known[old]

@@ -1,0 +1,189 @@
+"""How a share of a piece travels to its owner, and what the owner answers: exactly, or through a gradient codec.
+
+Whatever the format, everybody computes its result from the same answer, the owner included: so all leave with the same
+bits. What a lossy format leaves out is kept by the encoder of the peer that sent it, for steps that are applied only.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swarmtrain.codec import CodecError, Direction, Limits, MessageContext, decode
+from swarmtrain.codec.gradient import GradientEncoder, GradientSpec
+from swarmtrain.codec.lowrank import orthonormal
+from swarmtrain.model.exact import SUM_LIMIT
+from swarmtrain.reduce.partition import Piece
+
+Buffer = bytes | bytearray | memoryview
+Numbers = npt.NDArray[Any]
+
+_CONTEXT = MessageContext(0, Direction.BACKWARD)
+_COUNT = struct.Struct("<I")
+
+
+class BadShare(ValueError):
+    """Bytes that are no share or answer of this piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One contributor's numbers of a piece, and its bytes where the answer repeats them."""
+
+    numbers: Numbers
+    raw: bytes = b""
+
+    @staticmethod
+    def empty() -> Share:
+        """What is left of a share that has been added."""
+        return Share(np.zeros(0))
+
+
+class ShareFormat(Protocol):
+    """From a peer's numbers to bytes and back, on both ways."""
+
+    def own(self, numbers: Numbers, start: int) -> Share:
+        """The owner's own share, which is not sent anywhere."""
+
+    def pack(self, numbers: Numbers, start: int) -> Buffer:
+        """What goes to the owner of the piece that begins at `start`."""
+
+    def unpack(self, raw: Buffer, size: int) -> Share:
+        """The owner's view of it. Raises BadShare."""
+
+    def answer(self, shares: Sequence[Share], piece: Piece) -> Buffer:
+        """What everybody gets, from all shares in roster order."""
+
+    def result(self, raw: Buffer, size: int) -> Numbers:
+        """The reduced piece (fp32) from an answer. Raises BadShare."""
+
+
+class ExactShares:
+    """Shares as they are, fp64 on the exact grid (or fp32); the sum is rounded to fp32 once, by its owner."""
+
+    def own(self, numbers: Numbers, start: int) -> Share:
+        """See ShareFormat."""
+        return Share(numbers)
+
+    def pack(self, numbers: Numbers, start: int) -> Buffer:
+        """See ShareFormat."""
+        view: memoryview = np.ascontiguousarray(numbers).view(np.uint8).data
+        return view
+
+    def unpack(self, raw: Buffer, size: int) -> Share:
+        """See ShareFormat."""
+        if len(raw) not in (8 * size, 4 * size):
+            raise BadShare(f"{len(raw)} bytes are no share of {size} numbers")
+        numbers: Numbers = np.frombuffer(raw, dtype=np.float64 if len(raw) == 8 * size else np.float32)
+        if not math.isfinite(float(numbers.sum())):  # one pass: a single NaN or infinity makes the sum one
+            raise BadShare("a share that is not finite")
+        return Share(numbers)
+
+    def answer(self, shares: Sequence[Share], piece: Piece) -> Buffer:
+        """See ShareFormat."""
+        return added(shares).astype("<f4").tobytes()
+
+    def result(self, raw: Buffer, size: int) -> Numbers:
+        """See ShareFormat."""
+        if len(raw) != 4 * size:
+            raise BadShare(f"{len(raw)} bytes are not {size} numbers")
+        return np.frombuffer(raw, dtype="<f4")
+
+
+EXACT = ExactShares()
+
+
+class OrthonormalShares(ExactShares):
+    """PowerSGD's left factors: a piece is one matrix; its owner adds the shares and makes the sum orthonormal.
+
+    One peer does it and sends the bytes, since machines round a decomposition differently.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def answer(self, shares: Sequence[Share], piece: Piece) -> Buffer:
+        """See ShareFormat."""
+        total = torch.from_numpy(added(shares).astype(np.float32)).view(-1, self._rank)  # (rows, rank)
+        if not bool(torch.isfinite(total).all()):
+            return total.numpy().astype("<f4").tobytes()  # the step's norm will say that training diverged
+        return orthonormal(total).contiguous().numpy().astype("<f4").tobytes()
+
+
+class CodedShares:
+    """Shares through a gradient codec: bf16 and int8 also encode the answer; topk answers with all shares' bytes."""
+
+    def __init__(self, encoder: GradientEncoder) -> None:
+        self._encoder = encoder
+        plain = encoder.spec if encoder.spec.kind != "topk" else GradientSpec("none")
+        self._answers = GradientEncoder(plain, encoder.num_elements)  # without memory
+
+    def own(self, numbers: Numbers, start: int) -> Share:
+        """See ShareFormat. Encoded and decoded like everybody's: its error is kept, too."""
+        return self.unpack(self.pack(numbers, start), numbers.size)
+
+    def pack(self, numbers: Numbers, start: int) -> Buffer:
+        """See ShareFormat."""
+        return self._encoder.encode(torch.from_numpy(numbers).to(torch.float32), start)
+
+    def unpack(self, raw: Buffer, size: int) -> Share:
+        """See ShareFormat."""
+        return Share(_decoded(raw, size), bytes(raw) if self._encoder.spec.kind == "topk" else b"")
+
+    def answer(self, shares: Sequence[Share], piece: Piece) -> Buffer:
+        """See ShareFormat."""
+        if self._encoder.spec.kind == "topk":
+            return b"".join([_COUNT.pack(len(shares)), *(_COUNT.pack(len(s.raw)) + s.raw for s in shares)])
+        total = torch.from_numpy(added(shares).astype(np.float32))
+        return self._answers.encode(total, piece.start)
+
+    def result(self, raw: Buffer, size: int) -> Numbers:
+        """See ShareFormat."""
+        if self._encoder.spec.kind == "topk":
+            return added([Share(_decoded(part, size)) for part in _unbundled(raw)]).astype(np.float32)
+        return _decoded(raw, size)
+
+
+def added(shares: Sequence[Share]) -> Numbers:
+    """The sum in roster order, in fp64 where a share is; NaN where exact sums have left their range."""
+    total = np.zeros(shares[0].numbers.size, dtype=np.result_type(*[share.numbers.dtype for share in shares]))
+    for share in shares:
+        total += share.numbers
+    if total.dtype == np.float64 and total.size and max(-total.min(), total.max()) > SUM_LIMIT:
+        total[:] = np.nan  # no longer exact: the step's norm will say that training diverged
+    return total
+
+
+def _decoded(raw: Buffer, size: int) -> Numbers:
+    try:
+        tensor = decode(raw, _CONTEXT, limits=Limits.exactly((size,))).tensor
+    except CodecError as error:
+        raise BadShare(str(error)) from error
+    return tensor.to(torch.float32).numpy()
+
+
+def _unbundled(raw: Buffer) -> list[memoryview]:
+    view, parts = memoryview(raw), []
+    if len(view) < _COUNT.size:
+        raise BadShare("an answer without its number of shares")
+    (count,) = _COUNT.unpack_from(view)
+    start = _COUNT.size
+    for _ in range(min(count, len(view))):
+        if len(view) - start < _COUNT.size:
+            raise BadShare("an answer that ends between two shares")
+        (length,) = _COUNT.unpack_from(view, start)
+        start += _COUNT.size
+        if length > len(view) - start:
+            raise BadShare("an answer that ends within a share")
+        parts.append(view[start : start + length])
+        start += length
+    if not parts or start != len(view):
+        raise BadShare("an answer with bytes that belong to no share")
+    return parts

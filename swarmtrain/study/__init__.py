@@ -1,0 +1,1 @@
+"""`swarmtrain study`: methods of compression compared on the same tokens, with loss, bytes and time side by side."""

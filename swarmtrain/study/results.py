@@ -1,0 +1,66 @@
+"""What one training of the study came to, and its file: one JSON per method and seed, written when it is finished."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from swarmtrain.errors import StorageError
+from swarmtrain.study.links import TokenCosts
+
+
+@dataclass(frozen=True)
+class Point:
+    """Validation on the way."""
+
+    step: int
+    tokens: int
+    val_loss: float | None  # None: not a number any more
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One method with one seed. Losses are None where training diverged."""
+
+    method: str
+    seed: int
+    manifest_digest: str
+    num_trained: int
+    steps: int
+    tokens: int
+    train_loss: float | None
+    val_loss: float | None  # through the codec
+    val_loss_codec_off: float | None
+    points: tuple[Point, ...]
+    costs: TokenCosts
+    diverged: str = ""  # why, if it did
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all."""
+        partial = path.with_suffix(".partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            os.replace(partial, path)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}", fix="choose another --out") from error
+
+
+def load_result(path: Path) -> RunResult:
+    """Read what `RunResult.save` wrote; StorageError if it is something else."""
+    try:
+        raw = json.loads(path.read_text())
+        points = tuple(Point(**item) for item in raw.pop("points"))
+        return RunResult(points=points, costs=TokenCosts(**raw.pop("costs")), **raw)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StorageError(
+            f"{path} is not a result of this study: {error}", fix="remove it to train it again"
+        ) from error
+
+
+def finite(value: float | None) -> float | None:
+    """The number, or None for what JSON has no word for."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,161 @@
+"""Trains the methods of a study, one after the other, each with every seed. Finished ones are not trained again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from swarmtrain.codec import Direction
+from swarmtrain.codec.errors import NonFiniteTensor
+from swarmtrain.errors import DivergedError, UsageError
+from swarmtrain.model.sizes import describe
+from swarmtrain.reference import ReferenceTrainer
+from swarmtrain.run.manifest import Manifest
+from swarmtrain.study.links import TokenCosts
+from swarmtrain.study.methods import Method
+from swarmtrain.study.results import Point, RunResult, finite, load_result
+
+OnStep = Callable[["Progress"], None]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the study stands."""
+
+    method: str
+    seed: int
+    run: int  # from 1
+    num_runs: int
+    step: int
+    num_steps: int
+    loss: float
+    left_s: float  # of the whole study, estimated
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared: every method with every seed, on `manifest` with the method's boundary and codecs."""
+
+    manifest: Manifest
+    methods: tuple[Method, ...]
+    num_seeds: int
+    out: Path
+
+    def runs(self) -> list[tuple[Method, int, Manifest]]:
+        """All trainings. Seed by seed, so that a study that is stopped early has every method."""
+        first = self.manifest.run.seed
+        return [
+            (method, seed, method.applied_to(self.manifest, seed=seed))
+            for seed in range(first, first + self.num_seeds)
+            for method in self.methods
+        ]
+
+    def path(self, method: Method, seed: int) -> Path:
+        """Where a result lies."""
+        return self.out / "runs" / f"{method.file_name}-seed{seed}.json"
+
+    def results(self) -> list[RunResult]:
+        """What is finished, in the order of methods and seeds."""
+        found = [self._known(method, seed, manifest) for method, seed, manifest in self.runs()]
+        order = {method.name: number for number, method in enumerate(self.methods)}
+        return sorted((item for item in found if item), key=lambda item: (order[item.method], item.seed))
+
+    def train(self, on_step: OnStep) -> Iterator[RunResult]:
+        """Train what is missing; yields each result once it is on disk."""
+        missing = [run for run in self.runs() if self._known(*run) is None]
+        started = time.monotonic()
+        for number, (method, seed, manifest) in enumerate(missing):
+
+            def tell(step: int, loss: float, number: int = number, name: str = method.name, seed: int = seed) -> None:
+                steps = self.manifest.schedule.steps
+                done = number + step / steps
+                left_s = (time.monotonic() - started) / done * (len(missing) - done)
+                on_step(Progress(name, seed, number + 1, len(missing), step, steps, loss, left_s))
+
+            result = train_one(method, seed, manifest, tell)
+            result.save(self.path(method, seed))
+            yield result
+
+    def _known(self, method: Method, seed: int, manifest: Manifest) -> RunResult | None:
+        path = self.path(method, seed)
+        if not path.exists():
+            return None
+        result = load_result(path)
+        if result.manifest_digest != manifest.digest():
+            raise UsageError(
+                f"{path} is of another manifest, model or number of steps than this study's",
+                fix="choose another --out, or remove the file",
+            )
+        return result
+
+
+def train_one(method: Method, seed: int, manifest: Manifest, tell: Callable[[int, float], None]) -> RunResult:
+    """One training. A run that diverges is a result, too."""
+    trainer = ReferenceTrainer(manifest)
+    points: list[Point] = []
+    loss, problem, compute_s = float("nan"), "", 0.0
+    every = manifest.validation.every
+    while not problem and trainer.steps_done < manifest.schedule.steps:
+        started = time.thread_time()
+        try:
+            loss, _, _ = trainer.step()
+        except (DivergedError, NonFiniteTensor) as error:
+            problem = str(error)
+            break
+        compute_s += time.thread_time() - started
+        done = trainer.steps_done
+        if every and done % every == 0 and done < manifest.schedule.steps:
+            points.append(Point(done, done * manifest.tokens_per_step, _loss(trainer, use_codec=True)))
+        tell(done, loss)
+    final = None if problem else _loss(trainer, use_codec=True)
+    done = trainer.steps_done
+    points.append(Point(done, done * manifest.tokens_per_step, final))
+    return RunResult(
+        method=method.name,
+        seed=seed,
+        manifest_digest=manifest.digest(),
+        num_trained=describe(manifest).num_trained,
+        steps=done,
+        tokens=done * manifest.tokens_per_step,
+        train_loss=finite(loss),
+        val_loss=final,
+        val_loss_codec_off=None if problem else _loss(trainer, use_codec=False),
+        points=tuple(points),
+        costs=_costs(trainer, compute_s),
+        diverged=problem,
+    )
+
+
+def _loss(trainer: ReferenceTrainer, *, use_codec: bool) -> float | None:
+    """The validation loss; None if it is not a number."""
+    try:
+        return finite(trainer.validate(use_codec=use_codec))
+    except NonFiniteTensor:
+        return None
+
+
+def _costs(trainer: ReferenceTrainer, compute_s: float) -> TokenCosts:
+    """Means over the run, of one token on one stage and one boundary."""
+    manifest = trainer.manifest
+    tokens = max(1, trainer.steps_done) * manifest.tokens_per_step
+    num_boundaries = max(1, len(trainer.boundaries))
+    ways = {way: [boundary.traffic[way] for boundary in trainer.boundaries] for way in Direction}
+    codec_s = sum(item.encode_s + item.decode_s for items in ways.values() for item in items)
+    per_boundary = {way: sum(item.num_bytes for item in items) / num_boundaries for way, items in ways.items()}
+    # A stage encodes and decodes once in each direction; what is left of the run is the stages' own work.
+    return TokenCosts(
+        stage_s=max(0.0, compute_s - codec_s) / tokens / manifest.stages.count,
+        codec_s=codec_s / tokens / num_boundaries,
+        forward_bytes=per_boundary[Direction.FORWARD] / tokens,
+        backward_bytes=per_boundary[Direction.BACKWARD] / tokens,
+    )
+
+
+def study_manifest(manifest: Manifest) -> Manifest:
+    """The manifest with enough validation points for a curve, if it does not ask for any."""
+    if manifest.validation.every:
+        return manifest
+    every = max(1, manifest.schedule.steps // 10)
+    return replace(manifest, validation=replace(manifest.validation, every=every))

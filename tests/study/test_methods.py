@@ -1,0 +1,106 @@
+"""Method names become manifests, and nothing else does."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmtrain.errors import ManifestError, UsageError
+from swarmtrain.run.presets import preset
+from swarmtrain.study.methods import parse_method, parse_methods
+
+# Every name that the study promises: kind, k, forward, backward.
+NAMES = {
+    "dense": ("dense", 8, "fp32", "fp32"),
+    "subspace": ("subspace", 8, "fp32", "fp32"),
+    "subspace16": ("subspace", 16, "fp32", "fp32"),
+    "projected": ("projected", 8, "fp32", "fp32"),
+    "learned": ("learned", 8, "fp32", "fp32"),
+    "learned4": ("learned", 4, "fp32", "fp32"),
+    "fp16": ("dense", 8, "fp16", "fp16"),
+    "quant4": ("dense", 8, "quant4", "quant4"),
+    "quant2": ("dense", 8, "quant2", "quant2"),
+    "minmax4": ("dense", 8, "minmax4", "minmax4"),
+    "topk10": ("dense", 8, "topk10", "topk10"),
+    "topk2.5": ("dense", 8, "topk2.5", "topk2.5"),
+    "topk10-separate": ("dense", 8, "topk10-separate", "topk10-separate"),
+    "ef-topk10": ("dense", 8, "ef-topk10", "topk10"),
+    "ef21-topk10": ("dense", 8, "ef21-topk10", "ef21-topk10"),
+    "aqsgd-quant4": ("dense", 8, "aqsgd-quant4", "quant8"),
+    "aqsgd-topk30": ("dense", 8, "aqsgd-topk30", "quant8"),
+    "lowrank8": ("dense", 8, "fp32", "lowrank8"),
+    "lowrank8-lep": ("dense", 8, "fp32", "lowrank8-lep"),
+    "lowrank8-lep:carry": ("dense", 8, "fp32", "lowrank8-lep:carry"),
+    "subspace+quant8": ("subspace", 8, "quant8", "quant8"),
+    "quant4/quant8": ("dense", 8, "quant4", "quant8"),
+    "learned16+quant4/quant8": ("learned", 16, "quant4", "quant8"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_becomes_its_manifest(name: str) -> None:
+    manifest = parse_method(name).applied_to(preset("nano"), seed=11)
+    found = (manifest.boundary.kind, manifest.boundary.k, manifest.wire.forward, manifest.wire.backward)
+    assert found == NAMES[name]
+    assert manifest.run.seed == 11
+    assert not manifest.boundary.match_parameters
+
+
+def test_matched_and_tracked_are_subspaces() -> None:
+    matched = parse_method("matched4").applied_to(preset("nano"), seed=0)
+    assert (matched.boundary.kind, matched.boundary.k, matched.boundary.match_parameters) == ("subspace", 4, True)
+    tracked = parse_method("subspace8-tracked50").applied_to(preset("nano"), seed=0)
+    assert (tracked.boundary.kind, tracked.boundary.track_every) == ("subspace", 50)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        " , ",
+        "subspac",
+        "quant5",
+        "subspace+",
+        "+quant8",
+        "quant4+quant8",
+        "dense8",
+        "dense-tracked5",
+        "topk0",
+        "a/b/c",
+        "quant4/aqsgd-quant4",
+        "quant4/topk10",
+        "subspace+subspace",
+        "topk10:sparse",
+        "subspace8-tracked",
+    ],
+)
+def test_what_is_no_method_is_one_line_that_says_what_is(name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_methods(name)
+    assert "\n" not in str(caught.value)
+    assert "a method is" in caught.value.fix
+
+
+def test_a_method_that_does_not_fit_the_model_names_the_key() -> None:
+    with pytest.raises(ManifestError, match=r"boundary\.k"):
+        parse_method("subspace999").applied_to(preset("nano"), seed=0)
+
+
+def test_options_of_a_codec_may_hold_commas() -> None:
+    found = parse_methods("dense,lowrank8-lep:factors=fp32,carry,subspace4+quant4:group=64/quant8, quant8")
+    assert [method.name for method in found] == [
+        "dense",
+        "lowrank8-lep:factors=fp32,carry",
+        "subspace4+quant4:group=64/quant8",
+        "quant8",
+    ]
+
+
+def test_a_method_given_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match="twice"):
+        parse_methods("dense,quant4,dense")
+
+
+def test_file_names_are_distinct_and_plain() -> None:
+    methods = parse_methods("quant4/quant8,quant4,topk5:values=int8,lowrank8-lep:carry,subspace+quant8")
+    names = [method.file_name for method in methods]
+    assert len(set(names)) == len(names)
+    assert not [name for name in names if set(name) & set("/:,=\\")]

@@ -1,0 +1,142 @@
+"""Every way to send less, in real swarms: against the reference where the result is determined, and through a death.
+
+Replica counts differ between the stages on purpose: a sum that only works for equal counts would show.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from swarmtrain.checkpoint import Checkpoint
+from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
+from swarmtrain.run.manifest import Manifest
+from swarmtrain.wire.messages import Code, Work
+
+from .comparison import References, assert_equals_reference
+from .harness import Swarm, tiny
+from .intruder import Intruder, break_in
+
+pytestmark = pytest.mark.swarm
+
+STAGES = ("stages.count=2", "model.num_layers=2")
+
+
+def small(*overrides: str) -> Manifest:
+    """Two stages of one layer: a swarm of three daemons and its coordinator."""
+    return tiny(*STAGES, "schedule.steps=24", *overrides)
+
+
+def survives(swarm: Swarm, *, at_step: int) -> None:
+    """Kill a replica of stage 0 in the middle of the run; the run ends without it."""
+    swarm.wait_serving()
+    swarm.wait_step(at_step)
+    victim = swarm.living(0)[0]
+    assert len(swarm.living(0)) > 1
+    victim.kill()
+    swarm.wait_end()
+    assert not victim.is_running
+    assert swarm.events("peer_lost"), "nobody noticed that a peer died"
+    assert len(swarm.losses()) == swarm.manifest.schedule.steps
+
+
+def embedding(checkpoint: Checkpoint, stage: int) -> object:
+    return checkpoint.load_stage(stage)["parameter/embedding.weight"]
+
+
+@pytest.mark.parametrize("kind", ["subspace", "learned"])
+def test_tied_embeddings_are_synchronized_in_one_group(place: Path, reference: References, kind: str) -> None:
+    """Two replicas of the first stage, one of the last; one of the two is killed on the way."""
+    manifest = small("model.tie_embeddings=true", f"boundary.kind={kind}")
+    with Swarm(manifest, place, num_peers=3) as swarm:
+        survives(swarm, at_step=3)
+        assert_equals_reference(swarm, reference(manifest))
+    checkpoint = swarm.checkpoint()
+    assert embedding(checkpoint, 0).equal(embedding(checkpoint, 1))  # type: ignore[attr-defined]
+
+
+def old_epochs_are_refused(swarm: Swarm, directory: Path) -> list[str]:
+    """What a peer whose subspace has not moved says to messages of other epochs. The run has not begun."""
+    status = swarm.coordinator.status()
+    encoder = make_encoder(parse_spec("fp32"), boundary=0, direction=Direction.FORWARD)
+    context = MessageContext(0, Direction.FORWARD)
+    boundary = encoder.encode(torch.zeros(2, 32, 8), context).payload
+    tokens = np.zeros((2, 33), "<u2").tobytes()
+
+    async def attack(one: Intruder) -> list[str]:
+        found = []
+        for epoch in (1, 7):
+            work = Work(status["run"], status["term"], 1, 0, 0, epoch, False, (), tokens, boundary)
+            found.append(await one.refused(swarm.living(1)[0], work))
+        return found
+
+    return break_in(swarm, directory, attack)
+
+
+def test_all_stages_move_the_subspace_at_one_apply(place: Path, reference: References) -> None:
+    manifest = small("boundary.track_every=2", "boundary.track_rate=0.5", "checkpoint.every=7")
+    with Swarm(manifest, place, num_peers=2, min_peers=3) as swarm:
+        swarm.wait_serving()
+        assert old_epochs_are_refused(swarm, place / "intruder") == [Code.STALE_BASIS, Code.STALE_BASIS]
+        swarm.start_peer(0)
+        survives(swarm, at_step=3)
+        late = swarm.checkpoint()
+    assert_equals_reference(swarm, reference(manifest))
+    assert late.basis_epoch == 12
+    bases = [late.load_stage(stage)["subspace/basis"] for stage in (0, 1)]
+    assert bases[0].equal(bases[1])
+    assert swarm.manifest.basis_epoch(24) == 12
+
+
+@pytest.mark.parametrize(
+    "codec", ["powersgd2", pytest.param("topk64", marks=pytest.mark.long), pytest.param("int8", marks=pytest.mark.long)]
+)
+def test_one_peer_per_stage_reduces_as_the_reference_does(place: Path, reference: References, codec: str) -> None:
+    manifest = small(f"reduce.codec={codec}")
+    with Swarm(manifest, place, num_peers=2) as swarm:
+        swarm.wait_end()
+        assert_equals_reference(swarm, reference(manifest))
+
+
+@pytest.mark.parametrize(
+    "codec", ["int8", pytest.param("powersgd2", marks=pytest.mark.long), pytest.param("topk64", marks=pytest.mark.long)]
+)
+def test_replicas_agree_on_compressed_gradients_and_survive_a_death(
+    place: Path, reference: References, codec: str
+) -> None:
+    """What a share is rounded to depends on who has which microbatches: the loss agrees, the bits need not."""
+    manifest = small(f"reduce.codec={codec}", "reduce.selective=true" if codec == "int8" else "reduce.selective=false")
+    with Swarm(manifest, place, num_peers=3) as swarm:
+        survives(swarm, at_step=3)
+    assert swarm.audit().passed  # replicas had equal digests after every step
+    alone = reference(manifest)
+    assert abs(swarm.losses()[-1] - alone.losses[-1]) < 0.3
+    assert swarm.losses() != alone.losses  # it was compressed, and not in one piece
+
+
+def refusals(swarm: Swarm, code: str) -> int:
+    """How often peers that still run have refused something with this code."""
+    return sum(peer.status()["refused"].get(code, 0) for peer in swarm.living())
+
+
+@pytest.mark.parametrize(
+    "wires", [("ef21-topk50", "ef21-topk50"), pytest.param(("aqsgd-quant4", "quant8"), marks=pytest.mark.long)]
+)
+def test_sticky_codecs_train_in_a_swarm_and_survive_a_death(
+    place: Path, reference: References, wires: tuple[str, str]
+) -> None:
+    """Two peers of each stage: partners are kept, and when one dies its partner finds another."""
+    manifest = small(f"wire.forward={wires[0]}", f"wire.backward={wires[1]}", "boundary.kind=dense")
+    with Swarm(manifest, place, num_peers=4) as swarm:
+        swarm.wait_step(4)
+        swarm.living(1)[-1].kill()
+        swarm.wait_step(12)
+        keyframes_asked = refusals(swarm, "need-keyframe")
+        swarm.wait_end()
+    assert swarm.events("peer_lost")
+    assert swarm.audit().passed
+    assert keyframes_asked < 12 * 6 * 2  # differences were understood: not every message was refused
+    assert abs(swarm.losses()[-1] - reference(manifest).losses[-1]) < 0.3
