@@ -9,7 +9,20 @@ import traceback
 import typer
 
 from swarmtrain import __version__
-from swarmtrain.cli import audit, coordinator, evaluate, export, generate, join, local, manifests, status, train
+from swarmtrain.cli import (
+    audit,
+    coordinator,
+    evaluate,
+    export,
+    generate,
+    join,
+    local,
+    manifests,
+    plan,
+    sim,
+    status,
+    train,
+)
 from swarmtrain.cli.data import app as data_app
 from swarmtrain.errors import ExitCode, SwarmtrainError
 
@@ -22,7 +35,7 @@ app = typer.Typer(
     context_settings={"auto_envvar_prefix": "SWARMTRAIN", "help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data_app, name="data", help="Turn text into token shards.")
-for verb in (local, coordinator, join, status, audit, train, evaluate, generate, export, manifests):
+for verb in (local, coordinator, join, status, audit, train, evaluate, generate, export, manifests, plan, sim):
     verb.register(app)
 
 
