@@ -34,9 +34,9 @@ def plan(
 ) -> None:
     """Predict tokens per second, bytes per day, memory and the short stage of a run."""
     run = manifest_from(manifest, set_)
+    from swarmtrain.model.workload import workload_of
     from swarmtrain.sim.plan import default_profile, forecast
     from swarmtrain.sim.profiles import load_profiles
-    from swarmtrain.sim.workload import workload_of
 
     workload = workload_of(run)
     profiles = load_profiles(peers) if peers else [(default_profile(workload), 2.0 * len(workload.stages))]

@@ -64,10 +64,10 @@ def sim(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate a swarm of up to a million machines; prints the share of the upper bound that it reaches, and why."""
+    from swarmtrain.model.workload import workload_of
     from swarmtrain.sim.profiles import load_mix, load_trace
     from swarmtrain.sim.scenario import Scenario
     from swarmtrain.sim.settings import with_policy, with_settings, with_workload
-    from swarmtrain.sim.workload import workload_of
 
     if peers is not None and peers_per_stage is not None:
         raise UsageError("--peers and --peers-per-stage contradict each other")

@@ -26,6 +26,7 @@ class Member:
     backward_ms: float
     name: str
     seen_at: float
+    seat: int = 0
     listening_from: int | None = None  # first step whose reduced gradient a newcomer has been hearing
     must_sync: bool = False  # it had been given up and came back, but is of no use as it is
 
@@ -64,6 +65,7 @@ class Members:
             backward_ms=sign.backward_ms,
             name=sign.name,
             seen_at=now,
+            seat=sign.seat,
             listening_from=former.listening_from if former is not None and is_same and is_waiting else None,
             must_sync=(peer_id, sign.incarnation) in self._useless,
         )

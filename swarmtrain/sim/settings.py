@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from swarmtrain.errors import UsageError
+from swarmtrain.model.workload import Workload
 from swarmtrain.route.rebalance import RebalanceOptions
 from swarmtrain.route.router import POLICIES
 from swarmtrain.sim.scenario import REBALANCE_RULES, Scenario
-from swarmtrain.sim.workload import Workload
 
 NAMED_POLICIES = {
     "ours": "capacity+finish-time",

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.errors import UsageError
+from swarmtrain.model.workload import StageWork, Workload, workload_of
 from swarmtrain.run.presets import resolve_manifest
 from swarmtrain.sim.plan import default_profile, forecast
 from swarmtrain.sim.profiles import GAMING_GPU, PeerProfile, load_profile
 from swarmtrain.sim.run import simulate
 from swarmtrain.sim.scenario import Scenario
 from swarmtrain.sim.settings import with_workload
-from swarmtrain.sim.workload import StageWork, Workload, workload_of
 
 PEERS = Path(__file__).parents[2] / "peers"
 MACHINE = replace(GAMING_GPU, tflops=10.0, memory_gb=10.0, up_mbit=800.0, down_mbit=800.0)
