@@ -38,6 +38,10 @@ class PeerRecord:
     up_bytes_per_s: float
     relayed: bool
     addresses: tuple[str, ...]
+    pinned: bool = False  # never moves to another stage
+    seat: int = 0  # rises with every move: of two records of one peer the higher one counts
+    served_s: float = 0.0  # for how long it has been serving this stage
+    download_s: float = 0.0  # what fetching this stage's state took
 
     def as_value(self) -> dict[str, Any]:
         """The directory's form, short keys for small records."""
@@ -51,6 +55,10 @@ class PeerRecord:
             "u": round(self.up_bytes_per_s),
             "r": self.relayed,
             "a": list(self.addresses),
+            "p": self.pinned,
+            "v": self.seat,
+            "n": round(self.served_s, 1),
+            "d": round(self.download_s, 1),
         }
 
     @classmethod
@@ -69,6 +77,10 @@ class PeerRecord:
                 up_bytes_per_s=float(value["u"]),
                 relayed=bool(value["r"]),
                 addresses=tuple(_text(address, 256) for address in value["a"][:16]),
+                pinned=bool(value["p"]),
+                seat=int(value["v"]),
+                served_s=_seconds(value["n"]),
+                download_s=_seconds(value["d"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
@@ -169,6 +181,12 @@ class Neighbours:
             self._incarnations = incarnations
             self._changed.set()
         self.records = records
+
+
+def _seconds(value: object) -> float:
+    if not isinstance(value, int | float) or not 0.0 <= value < 1e9:
+        raise ValueError("not a length of time")
+    return float(value)
 
 
 def _text(value: object, limit: int) -> str:

@@ -17,6 +17,8 @@ from swarmtrain.cli.options import (
     state_home,
 )
 from swarmtrain.cli.places import remember_coordinator
+from swarmtrain.errors import UsageError
+from swarmtrain.route.router import POLICIES
 
 
 def register(app: typer.Typer) -> None:
@@ -45,11 +47,30 @@ def coordinator(
     page: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Status page, API and metrics; port 0: a free one. `off`: none.")
     ] = "127.0.0.1:0",
+    route: Annotated[
+        str, typer.Option(help="How a peer of stage 0 is chosen: finish-time, or swarm-latency for comparison.")
+    ] = "finish-time",
+    rebalance: Annotated[
+        str, typer.Option(help="Whether peers that joined with --stage auto move later: capacity or none.")
+    ] = "capacity",
+    min_left: Annotated[int, typer.Option(min=1, help="Peers that a stage keeps when one moves away.")] = 2,
+    min_gain: Annotated[
+        float, typer.Option(min=0.0, max=10.0, help="A move must raise the weakest stage by more than this share.")
+    ] = 0.15,
+    min_stay: Annotated[float, typer.Option(min=0.0, help="Seconds a peer stays in a stage at least.")] = 60.0,
+    look_every: Annotated[
+        float, typer.Option(min=0.5, max=3600.0, help="Seconds between a peer's looks at the other stages.")
+    ] = 20.0,
     test_faults: TestFaultsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start a run, or resume the one in STATE_DIR, and print the invite."""
+    from swarmtrain.chain.rebalancing import RULES, MoveRules
+
     run = manifest_from(manifest, set_, steps)
+    for value, known, what in ((rebalance, RULES, "rebalancing rule"), (route, tuple(POLICIES), "routing policy")):
+        if value not in known:
+            raise UsageError(f"unknown {what} {value[:40]!r}", fix=f"use one of: {', '.join(known)}")
     directory = state_dir or state_home() / "runs" / f"{run.run.name}-{run.digest()[:12]}"
     from swarmtrain.cli.daemons import run_daemon
     from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
@@ -67,6 +88,8 @@ def coordinator(
         min_peers=min_peers,
         invite_file=invite_file,
         page=checked_address(page, "--page"),
+        route=route,
+        moves=MoveRules(rebalance, min_gain, min_left, min_stay, look_every),
         faults=Faults.from_environment(enabled=test_faults),
     )
 

@@ -11,6 +11,7 @@ import typer
 from swarmtrain.cli.options import JsonOption, TestFaultsOption, state_home
 from swarmtrain.cli.places import find_invite, remember_invite, remember_peer
 from swarmtrain.errors import UsageError
+from swarmtrain.route.router import POLICIES
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +27,14 @@ def join(
             help="What the coordinator printed; default: the coordinator of this machine, else the last run joined.",
         ),
     ] = None,
-    stage: Annotated[int, typer.Option(min=0, help="The pipeline stage to host.")] = 0,
+    stage: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto|auto:N",
+            help="The pipeline stage to host; auto: where it is needed now, and later another if that needs it more;"
+            " auto:N: the same, beginning with N.",
+        ),
+    ] = "auto",
     gpu: Annotated[int | None, typer.Option(min=0, help="Compute on this CUDA device.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Compute on the CPU (the default without --gpu).")] = False,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads for computing.")] = 1,
@@ -47,6 +55,9 @@ def join(
     max_memory: Annotated[str, typer.Option(help="Refuse work beyond this, e.g. 8GB; default: what is free.")] = "",
     max_up: Annotated[str, typer.Option(help="Upload cap, e.g. 20mbit; default: none.")] = "",
     max_down: Annotated[str, typer.Option(help="Download cap, e.g. 100mbit; default: none.")] = "",
+    route: Annotated[
+        str, typer.Option(help="How the next peer is chosen: finish-time, or swarm-latency for comparison.")
+    ] = "finish-time",
     drain_timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds to finish the step that this peer has work in, when leaving.")
     ] = 60.0,
@@ -63,6 +74,9 @@ def join(
     """Host one stage of a run. Ctrl-C drains; a second one leaves at once."""
     if gpu is not None and cpu:
         raise UsageError("--gpu and --cpu contradict each other")
+    chosen, may_move = _stage(stage)
+    if route not in POLICIES:
+        raise UsageError(f"unknown routing policy {route[:40]!r}", fix=f"use one of: {', '.join(POLICIES)}")
     text = find_invite(invite)
     from swarmtrain.cli.daemons import run_daemon
     from swarmtrain.net.limiter import parse_rate
@@ -76,10 +90,11 @@ def join(
     parsed = parse_invite(text)
     device = choose_device(gpu)
     key = hashlib.sha256(f"{parsed.run_id}:{stage}:{device}".encode()).hexdigest()[:8]
-    directory = state_dir or state_home() / "peers" / f"{parsed.run_id}-stage{stage}-{key}"
+    directory = state_dir or state_home() / "peers" / f"{parsed.run_id}-stage{stage.replace(':', '')}-{key}"
     options = PeerOptions(
         invite=parsed,
-        stage=stage,
+        stage=chosen,
+        may_move=may_move,
         state_dir=directory,
         device=device,
         threads=threads,
@@ -91,6 +106,7 @@ def join(
         max_up_bytes_per_s=(parse_rate(max_up) or 0.0) if max_up else 0.0,
         max_down_bytes_per_s=(parse_rate(max_down) or 0.0) if max_down else 0.0,
         name=name,
+        route=route,
         drain_s=drain_timeout,
         metrics=checked_address(metrics, "--metrics"),
         metrics_announce=checked_address(metrics_announce, "--metrics-announce"),
@@ -103,6 +119,16 @@ def join(
 
     with remember_peer(directory):
         run_daemon(make, lambda daemon: daemon.leave("asked by a signal"), as_json=as_json, state_dir=directory)
+
+
+def _stage(text: str) -> tuple[int, bool]:
+    """(stage, may move later); stage -1 is to be found out."""
+    if text == "auto":
+        return -1, True
+    number = text.removeprefix("auto:")
+    if not number.isascii() or not number.isdigit() or len(number) > 6:
+        raise UsageError(f"{text[:40]!r} is not a stage; write a number from 0 on, auto, or auto:N")
+    return int(number), number != text
 
 
 def _bytes(text: str) -> int:

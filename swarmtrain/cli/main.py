@@ -18,6 +18,8 @@ from swarmtrain.cli import (
     join,
     local,
     manifests,
+    plan,
+    sim,
     status,
     study,
     top,
@@ -35,7 +37,8 @@ app = typer.Typer(
     context_settings={"auto_envvar_prefix": "SWARMTRAIN", "help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data_app, name="data", help="Turn text into token shards.")
-for verb in (local, coordinator, join, status, top, audit, train, evaluate, generate, export, study, manifests):
+VERBS = (local, coordinator, join, status, top, audit, train, evaluate, generate, export)
+for verb in (*VERBS, study, manifests, plan, sim):
     verb.register(app)
 
 

@@ -19,12 +19,14 @@ from swarmtrain.boundary import codec_pair
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.neighbours import Neighbours
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
+from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.apply import Applies
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.enrolment import Enrolment
 from swarmtrain.coordinator.journal import Journal, JournalError
+from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.coordinator.run import Run
 from swarmtrain.coordinator.web import page_routes, same_port_as_before
@@ -49,12 +51,14 @@ from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import (
     MESSAGES,
     Acknowledged,
+    AskMove,
     Code,
     Enroll,
     FetchDigests,
     FetchRun,
     FetchState,
     Leave,
+    SeekStage,
 )
 from swarmtrain.wire.schema import Message
 
@@ -76,6 +80,8 @@ class CoordinatorOptions:
     min_peers: int = 1
     invite_file: Path | None = None  # a further place for the invite
     page: str = "127.0.0.1:0"  # HOST:PORT of the status page and the metrics; empty: none
+    route: str = "finish-time"
+    moves: MoveRules = field(default_factory=MoveRules)
     faults: Faults = field(default_factory=Faults)
 
 
@@ -173,7 +179,7 @@ class CoordinatorDaemon:
 
     def _build(self, stack: contextlib.AsyncExitStack, host: Host, node: Node, directory: Directory) -> None:
         manifest = self.options.manifest
-        neighbours = Neighbours(0, host, node, directory)
+        neighbours = Neighbours(0, host, node, directory, policy=self.options.route)
         neighbours.start()
         stack.push_async_callback(neighbours.close)
         self.context = RunContext(
@@ -192,6 +198,7 @@ class CoordinatorDaemon:
         self._resume()
         applies = Applies(self.context)
         self.enrolment = Enrolment(self.context, applies.tell)
+        self.moves = Moves(self.context, self.options.moves)
         self.progress = Run(self.context, self.checkpoints, applies, min_peers=self.options.min_peers)
         self._offer = make_offer(manifest, self._key)
         self.invite = Invite(self.run_id, self._key.public_bytes, host.addresses()[:4])
@@ -238,6 +245,10 @@ class CoordinatorDaemon:
             return self._offer
         if isinstance(message, Enroll):
             return await self.enrolment.enroll(message, exchange.peer_id)
+        if isinstance(message, SeekStage):
+            return await self.moves.seek(message, exchange.peer_id)
+        if isinstance(message, AskMove):
+            return await self.moves.ask(message, exchange.peer_id)
         if isinstance(message, FetchDigests):
             return await self.checkpoints.fetch_digests(message)
         if isinstance(message, FetchState):
@@ -246,7 +257,7 @@ class CoordinatorDaemon:
 
     async def _announce(self, directory: Directory, host: Host) -> None:
         while True:
-            value = {"t": self.context.term, "a": list(host.addresses()[:4])}
+            value = {"t": self.context.term, "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
             try:
                 await directory.announce(COORDINATOR_TOPIC, value, RECORD_LIFE_S, signer=self._key.sign)
             except SwarmtrainError as error:

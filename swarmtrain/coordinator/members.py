@@ -28,6 +28,7 @@ class Member:
     backward_ms: float
     name: str
     seen_at: float
+    seat: int = 0
     listening_from: int | None = None  # first step whose reduced gradient a newcomer has been hearing
     metrics: str = ""  # HOST:PORT of its metrics
     spent: tuple[float, ...] = ()  # seconds: compute, reduce, queue, wire, idle
@@ -68,6 +69,7 @@ class Members:
             backward_ms=sign.backward_ms,
             name=sign.name,
             seen_at=now,
+            seat=sign.seat,
             listening_from=former.listening_from if former is not None and is_same and is_waiting else None,
             metrics=sign.metrics if METRICS_ADDRESS.fullmatch(sign.metrics) else "",
             spent=sign.spent,

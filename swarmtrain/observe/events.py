@@ -82,6 +82,25 @@ class PeerDoubted(Event):
 
 
 @dataclass(frozen=True)
+class MoveGranted(Event):
+    """A peer may leave its stage for one that needs it more."""
+
+    peer: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class MoveRefused(Event):
+    """A peer asked to move, and stays."""
+
+    peer: str
+    source: int
+    target: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class WorkReplayed(Event):
     """Microbatches of a step that a stage had lost, and that are being done again there."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, checked_offer
+from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.net.directory import Directory, TopicRule
 from swarmtrain.net.errors import NetError
@@ -14,7 +15,7 @@ from swarmtrain.net.host import Host
 from swarmtrain.net.node import Node
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
-from swarmtrain.wire.messages import FetchRun, RunOffer
+from swarmtrain.wire.messages import FetchRun, RunOffer, SeekStage, StageFound
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class CoordinatorLink:
         self._invite, self._host, self._node, self._directory = invite, host, node, directory
         self.peer_id: str | None = None
         self.term = 0
+        self.rules = MoveRules()  # how the run rebalances, as its coordinator announces it
         self.wants_look = False
         self.on_doubt: Callable[[], None] = lambda: None
         self._doubting = asyncio.Lock()
@@ -95,6 +97,7 @@ class CoordinatorLink:
             found = True
             if value["t"] >= self.term:
                 self.term, self.peer_id = value["t"], peer_id
+                self.rules = MoveRules.from_value(value.get("m")) or self.rules
                 addresses = value.get("a")
                 if isinstance(addresses, list):
                     self._host.learn([text for text in addresses[:16] if isinstance(text, str)], of=peer_id)
@@ -108,3 +111,12 @@ class CoordinatorLink:
         except NetError as error:
             raise RunUnreachable(f"the coordinator does not answer: {error}", fix="try again in a minute") from error
         return checked_offer(offer, self._invite)
+
+    async def seek_stage(self, stages: Sequence[int], *, timeout_s: float) -> StageFound:
+        """Which of these stages needs a peer most."""
+        peer_id = await self.find(timeout_s=timeout_s)
+        message = SeekStage(self._invite.run_id, tuple(stages))
+        try:
+            return await self._node.call(peer_id, message, deadline_s=timeout_s, expect=StageFound)
+        except NetError as error:
+            raise RunUnreachable(f"the coordinator does not answer: {error}", fix="try again in a minute") from error

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import secrets
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -42,10 +44,12 @@ from swarmtrain.peer.control import control_commands
 from swarmtrain.peer.coordinator_link import CoordinatorLink, directory_rules
 from swarmtrain.peer.jobs import StageJobs
 from swarmtrain.peer.microbatch import Microbatches
+from swarmtrain.peer.moving import Moving
 from swarmtrain.peer.observing import PeerObserver
-from swarmtrain.peer.options import Fit, PeerOptions, check_fit
+from swarmtrain.peer.options import AUTO, Fit, PeerOptions, check_fit, fitting_stages
 from swarmtrain.peer.steps import Steps
 from swarmtrain.peer.syncing import Syncing
+from swarmtrain.route.moves import Mover
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import (
     MESSAGES,
@@ -73,6 +77,7 @@ T = TypeVar("T")
 ANNOUNCE_S = 15.0
 ENROLL_S = 2.0
 MAX_LEDGER_BYTES = 4 << 30
+GONE_LIFE_S = 5.0
 
 
 class PeerDaemon:
@@ -84,6 +89,13 @@ class PeerDaemon:
         events.add(self.keeper)
         self._metrics_at = ""
         self.incarnation = secrets.token_hex(8)
+        self._seat = int(1000 * time.time())  # above those of former lives
+        self._mover: Mover | None = None
+        self._target = options.stage
+        self._serving_since: float | None = None
+        self._syncing_since = 0.0
+        self._download_s = 0.0
+        self._going = asyncio.Event()  # leaves its stage: to go, or to move to another one
         self._leaving = asyncio.Event()
         self._leave_reason = "asked to leave"
         self._wake = asyncio.Event()  # announce now
@@ -96,8 +108,8 @@ class PeerDaemon:
         """Join, serve until asked to leave or the run ends, drain, go."""
         async with contextlib.AsyncExitStack() as stack:
             joined = await self._unless_leaving(self._join(stack))
-            if joined is not None:
-                await self._serve(*joined)
+            while joined is not None and not self._leaving.is_set():
+                await self._take_seat(*joined)
             self._phase("gone", self._leave_reason)
 
     async def _unless_leaving(self, joining: Coroutine[Any, Any, T]) -> T | None:
@@ -111,42 +123,97 @@ class PeerDaemon:
                 item.cancel()
             await asyncio.gather(task, leaving, return_exceptions=True)
 
-    async def _join(self, stack: contextlib.AsyncExitStack) -> tuple[CoordinatorLink, Host, Directory, PeerContext]:
-        """Network, the run's definition, the stage."""
+    async def _join(self, stack: contextlib.AsyncExitStack) -> tuple[CoordinatorLink, Host, Directory, Manifest]:
+        """Network, the run's definition."""
         host, directory, node = await self._connect(stack)
         self.node = node
         link = CoordinatorLink(self.options.invite, host, node, directory)
         link.on_doubt = self._hurry.set
         manifest = await link.fetch_run(timeout_s=self.options.find_s)
         self._phase("manifest", f"{manifest.run.name} {manifest.digest()[:12]}")
+        return link, host, directory, manifest
+
+    async def _take_seat(self, link: CoordinatorLink, host: Host, directory: Directory, manifest: Manifest) -> None:
+        """Host one stage until asked to leave the run, or permitted to move to another stage."""
+        async with contextlib.AsyncExitStack() as stack:
+            context = await self._unless_leaving(self._settle(stack, link, host, directory, manifest))
+            if context is not None:
+                await self._serve(link, host, directory, context)
+            self._handlers = {}
+
+    async def _settle(
+        self,
+        stack: contextlib.AsyncExitStack,
+        link: CoordinatorLink,
+        host: Host,
+        directory: Directory,
+        manifest: Manifest,
+    ) -> PeerContext:
+        """The stage: which one, whether it fits, its tensors."""
+        if self.options.stage == AUTO:
+            found = await link.seek_stage(fitting_stages(manifest, self.options), timeout_s=self.options.find_s)
+            self.options = replace(self.options, stage=found.stage)
+            self._phase("stage", f"{found.stage}: {found.reason}")
         fit = check_fit(manifest, self.options)
         self._phase("fit", f"{fit.needed_bytes / 1e6:.0f} MB of {fit.available_bytes / 1e6:.0f} MB")
-        context = self.context = await self._build(stack, manifest, fit, link, host, node, directory)
+        assert self.node is not None
+        context = self.context = await self._build(stack, manifest, fit, link, host, self.node, directory)
         self._route_messages(context)
         self.observer = PeerObserver(context, self.steps, self.keeper, self.events, self._limiter)
         await self._control(stack, context)
         await self._serve_metrics(stack)
-        return link, host, directory, context
+        return context
 
     async def _serve(self, link: CoordinatorLink, host: Host, directory: Directory, context: PeerContext) -> None:
-        """Be part of the run until asked to leave."""
+        """Be part of the run until asked to leave, or permitted to move."""
+        mover = Mover(context.node.peer_id, context.stage, self._seat, random.Random(), link.rules.second_look_s)
+        self._going.clear()
+        if self._leaving.is_set():
+            self._going.set()
         async with asyncio.TaskGroup() as tasks:
-            enrolling = tasks.create_task(self._enroll(link, context))
-            announcing = tasks.create_task(self._announce(directory, host, context))
-            watching = tasks.create_task(self.observer.watch())
-            await self._leaving.wait()
+            helpers = [
+                tasks.create_task(self._enroll(link, context)),
+                tasks.create_task(self._announce(directory, host, link, context)),
+                tasks.create_task(self.observer.watch()),
+            ]
+            if self.options.may_move:
+                moving = Moving(context, link, directory, mover, self._move)
+                self._mover = mover
+                helpers.append(tasks.create_task(moving.run()))
+            await self._going.wait()
             await self._drain(context)
-            enrolling.cancel()
-            announcing.cancel()
-            watching.cancel()
+            for helper in helpers:
+                helper.cancel()
         await self._say_goodbye(link, context)
-        directory.withdraw(stage_topic(self.options.stage))
+        await self._withdraw(directory, host, context)
         counters, jobs = context.counters, context.jobs
         self.events.emit(
             PeerEnded(
                 counters.microbatches, jobs.num_forwards, jobs.num_recomputed, counters.from_ledger, counters.replayed
             )
         )
+        if not self._leaving.is_set():
+            self._seat = max(mover.version, self._seat) + 1
+            self.incarnation = secrets.token_hex(8)
+            self.options = replace(self.options, stage=self._target)
+
+    def _move(self, target: int) -> None:
+        """The coordinator permits this peer to go to another stage."""
+        assert self.context is not None
+        self._target = target
+        self._phase("moving", f"stage {self.context.stage} -> {target}")
+        if not self._leaving.is_set():
+            self._leave_reason = f"moves to stage {target}"
+        self._going.set()
+
+    async def _withdraw(self, directory: Directory, host: Host, context: PeerContext) -> None:
+        """The record of the stage that this peer hosts no longer: replaced by one that says so and soon expires."""
+        directory.withdraw(stage_topic(context.stage))
+        if self._leaving.is_set():
+            return
+        with contextlib.suppress(SwarmtrainError):
+            await directory.announce(stage_topic(context.stage), self._record(host, context).as_value(), GONE_LIFE_S)
+        directory.withdraw(stage_topic(context.stage))
 
     async def _say_goodbye(self, link: CoordinatorLink, context: PeerContext) -> None:
         await self.syncing.close()
@@ -160,6 +227,7 @@ class PeerDaemon:
         """Drain and go. Safe to call from a signal handler on the loop."""
         self._leave_reason = reason
         self._leaving.set()
+        self._going.set()
 
     async def _connect(self, stack: contextlib.AsyncExitStack) -> tuple[Host, Directory, Node]:
         """p2pd first: before the model is allocated."""
@@ -208,7 +276,7 @@ class PeerDaemon:
         )
         dispatcher: Dispatcher | None = None
         if options.stage < manifest.stages.count - 1:
-            neighbours = Neighbours(options.stage + 1, host, node, directory)
+            neighbours = Neighbours(options.stage + 1, host, node, directory, policy=options.route)
             neighbours.start()
             stack.push_async_callback(neighbours.close)
             dispatcher = Dispatcher(node, neighbours)
@@ -290,11 +358,15 @@ class PeerDaemon:
             self.leave(answer.reason)
         elif answer.verdict is Verdict.SERVE and context.state in (PeerState.JOINING, PeerState.SYNCING):
             context.become(PeerState.SERVING)
+            now = asyncio.get_running_loop().time()
+            self._download_s = now - self._syncing_since if self._syncing_since else 0.0
+            self._serving_since, self._syncing_since = now, 0.0
             self._phase("serving", f"stage {context.stage} from step {context.step}")
             self._wake.set()
             self._hurry.set()
         elif answer.verdict in (Verdict.WAIT, Verdict.SYNC) and context.state in (PeerState.JOINING, PeerState.SERVING):
             self._phase("syncing", answer.reason)
+            self._serving_since, self._syncing_since = None, asyncio.get_running_loop().time()
             self._wake.set()
             await self.syncing.begin()
             self._hurry.set()
@@ -321,29 +393,41 @@ class PeerDaemon:
             version=__version__,
             metrics=self._metrics_at,
             spent=self.observer.spent(),
+            seat=self._seat_now(),
         )
 
-    async def _announce(self, directory: Directory, host: Host, context: PeerContext) -> None:
+    def _seat_now(self) -> int:
+        """A move that was given up raises it, which makes a late permission void."""
+        return max(self._seat, self._mover.version) if self._mover is not None else self._seat
+
+    async def _announce(self, directory: Directory, host: Host, link: CoordinatorLink, context: PeerContext) -> None:
         """Keep this peer's record in the directory fresh."""
         while True:
             self._wake.clear()
-            times = context.compute.times.average_s
-            record = PeerRecord(
-                state=context.state.value,
-                step=context.step,
-                incarnation=context.incarnation,
-                forward_ms=1000 * times.get(Kind.FORWARD, 0.0),
-                backward_ms=1000 * times.get(Kind.BACKWARD, 0.0),
-                queue_ms=1000 * context.compute.backlog_s(),
-                up_bytes_per_s=self.options.max_up_bytes_per_s,
-                relayed=self.options.behind_nat,
-                addresses=host.addresses()[:4],
-            )
             try:
+                record = self._record(host, context)
                 await directory.announce(stage_topic(context.stage), record.as_value(), RECORD_LIFE_S)
             except SwarmtrainError as error:
                 log.info("cannot announce this peer: %s", error)
-            await wait_event(self._wake, ANNOUNCE_S)
+            await wait_event(self._wake, min(ANNOUNCE_S, link.rules.look_s))
+
+    def _record(self, host: Host, context: PeerContext) -> PeerRecord:
+        times, now = context.compute.times.average_s, asyncio.get_running_loop().time()
+        return PeerRecord(
+            state=context.state.value,
+            step=context.step,
+            incarnation=context.incarnation,
+            forward_ms=1000 * times.get(Kind.FORWARD, 0.0),
+            backward_ms=1000 * times.get(Kind.BACKWARD, 0.0),
+            queue_ms=1000 * context.compute.backlog_s(),
+            up_bytes_per_s=self.options.max_up_bytes_per_s,
+            relayed=self.options.behind_nat,
+            addresses=host.addresses()[:4],
+            pinned=not self.options.may_move,
+            seat=self._seat,
+            served_s=now - self._serving_since if self._serving_since is not None else 0.0,
+            download_s=self._download_s,
+        )
 
     async def _drain(self, context: PeerContext) -> None:
         """Take no new work; wait until what is in the ledger has been applied, within the stated time."""

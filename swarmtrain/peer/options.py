@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -19,12 +19,15 @@ _SHARE_BYTES_PER_PARAMETER = 12  # a reduction's copy of the sum (fp64) and its 
 _PROCESS_BYTES = 400 << 20  # interpreter, torch and the network daemon
 
 
+AUTO = -1
+
+
 @dataclass(frozen=True)
 class PeerOptions:
     """What `swarmtrain join` was told."""
 
     invite: Invite
-    stage: int
+    stage: int  # AUTO: where the run needs it most
     state_dir: Path
     device: str = "cpu"
     threads: int = 1
@@ -37,6 +40,8 @@ class PeerOptions:
     max_up_bytes_per_s: float = 0.0  # 0: no cap
     max_down_bytes_per_s: float = 0.0
     name: str = ""
+    may_move: bool = False  # later to another stage, when that one needs it more
+    route: str = "finish-time"
     max_queue: int = 64
     drain_s: float = 60.0
     find_s: float = 60.0
@@ -84,6 +89,20 @@ def check_fit(manifest: Manifest, options: PeerOptions) -> Fit:
             fix="choose a smaller stage, free memory, or raise --max-memory",
         )
     return Fit(needed, available, max(activations, (available - fixed) // 4))
+
+
+def fitting_stages(manifest: Manifest, options: PeerOptions) -> list[int]:
+    """The stages that this machine's memory holds; HardwareError if there is none."""
+    stages = []
+    for stage in range(manifest.stages.count):
+        try:
+            check_fit(manifest, replace(options, stage=stage))
+            stages.append(stage)
+        except HardwareError as error:
+            refused = error
+    if not stages:
+        raise refused
+    return stages
 
 
 def _free_bytes(device: str) -> int:

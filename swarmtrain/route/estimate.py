@@ -14,6 +14,8 @@ COMPUTE_WEIGHT = 0.25
 RTT_WEIGHT = 0.25
 # An observed queue says little about the queue some seconds later.
 QUEUE_MEMORY_S = 10.0
+# What a peer holds changes more slowly: it stays until the gradient has come back.
+LOAD_MEMORY_S = 20.0
 
 
 def moved(old: float, new: float, weight: float) -> float:
@@ -33,6 +35,8 @@ class PeerEstimate:
     backward_s: float = 0.0
     queue_s: float = 0.0
     queue_seen_at: float = -math.inf
+    load_s: float = 0.0
+    load_seen_at: float = -math.inf
     stall_s: float = 0.0  # from timeouts, whose cause is unknown; halves with every success
     latency_s: float = 0.0  # bias-corrected by `latency_weight`; only the latency policy reads it
     latency_weight: float = 0.0
@@ -71,6 +75,12 @@ class PeerEstimate:
             self.queue_s = min(queue_s, MAX_SERVICE_S)
             self.queue_seen_at = now
 
+    def observe_load(self, load_s: float, now: float) -> None:
+        """Take what the peer says it has committed itself to."""
+        if 0.0 <= load_s < math.inf:
+            self.load_s = min(load_s, MAX_SERVICE_S)
+            self.load_seen_at = now
+
     def observe_latency(self, seconds: float, weight: float) -> None:
         """The published router's only signal: wall time of the whole call."""
         if 0.0 <= seconds < math.inf:
@@ -95,6 +105,10 @@ class PeerEstimate:
         if age_s >= QUEUE_MEMORY_S:
             return offer.queue_s
         return self.queue_s * math.exp(-age_s / QUEUE_MEMORY_S) if age_s > 0.0 else self.queue_s
+
+    def load_now_s(self, offer: Offer, now: float) -> float:
+        """Committed work, as heard lately from the peer itself, else as announced."""
+        return self.load_s if now - self.load_seen_at < LOAD_MEMORY_S else offer.load_s
 
     def is_banned(self, offer: Offer, now: float) -> bool:
         """A ban ends with its back-off, or as soon as the peer has published a newer record."""

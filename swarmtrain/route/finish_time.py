@@ -1,7 +1,8 @@
 """Choosing the next peer by predicted finish time (ours).
 
 A virtual clock per peer advances by the service time of what it was given: as the clocks keep pace with one another,
-shares become proportional to speed. Of two candidates the one with the smaller clock + prediction is taken.
+shares become proportional to speed. Of two candidates the one with the smaller clock + prediction + load is taken;
+load is the work that a peer has committed itself to, of which its queue shows only a part.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ class FinishTimePolicy:
             if best is not None and position == best.position:
                 continue
             candidate = self.candidate(position, num_bytes, now)
-            known = self.estimate(self._table.snapshot.offers[position].peer_id)
-            score = candidate.predicted_s + self._clamped_lead(known, candidate.service_s)
+            offer = self._table.snapshot.offers[position]
+            known = self.estimate(offer.peer_id)
+            # A short queue may hide work that will come back for its second pass: what the peer holds counts as well.
+            load_s = known.load_now_s(offer, now)
+            score = candidate.predicted_s + load_s + self._clamped_lead(known, candidate.service_s)
             if best is None or score < best_score:
                 best, best_score = candidate, score
         return best

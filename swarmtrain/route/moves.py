@@ -82,13 +82,21 @@ class Mover:
     A restarted peer must begin with a version above its former ones (the time in milliseconds will do).
     """
 
-    def __init__(self, peer_id: str, stage: int, version: int, rng: random.Random) -> None:
+    def __init__(
+        self,
+        peer_id: str,
+        stage: int,
+        version: int,
+        rng: random.Random,
+        second_look_s: tuple[float, float] = SECOND_LOOK_S,
+    ) -> None:
         self.peer_id = peer_id
         self.stage = stage
         self.version = version
         self.state = MoverState.STAYING
         self.intent: Intent | None = None  # what to publish; None: withdraw what was published
         self.look_at = float("-inf")
+        self.second_look_s = second_look_s
         self._rng = rng
         self._asked_at = float("-inf")
 
@@ -107,7 +115,7 @@ class Mover:
             return None
         if self.intent is None or self.intent.target != wish.target:
             self.state, self.intent = MoverState.INTENDING, wish
-            self.look_at = now + self._rng.uniform(*SECOND_LOOK_S)
+            self.look_at = now + self._rng.uniform(*self.second_look_s)
             return None
         if now < self.look_at:
             return None
@@ -177,6 +185,10 @@ class MoveArbiter:
     def gone(self, peer_id: str) -> None:
         """The peer drains, exits, or was found dead. If that was wrong, it comes back under a higher version."""
         self._seats.pop(peer_id, None)
+
+    def known(self) -> list[str]:
+        """All peers that have a seat, permitted to leave it or not."""
+        return list(self._seats)
 
     def num_staying(self, stage: int) -> int:
         """Peers of a stage without permission to leave it."""

@@ -101,6 +101,7 @@ class Router:
         compute_s: float,
         num_bytes: float = 0.0,
         backward_s: float | None = None,
+        load_s: float | None = None,
         now: float | None = None,
     ) -> None:
         """The peer has done its forward (`compute_s`); the three times are its own account of where the time went.
@@ -114,7 +115,7 @@ class Router:
             known.observe_goodput(num_bytes / max(wire_s - 0.5 * rtt_s, 0.1 * wire_s))
             self._policy.link_measured(known)
         known.observe_latency(wire_s + queue_s + compute_s, self._options.latency_weight)
-        self.observed(peer_id, queue_s=queue_s, forward_s=compute_s, backward_s=backward_s, now=now)
+        self.observed(peer_id, queue_s=queue_s, forward_s=compute_s, backward_s=backward_s, load_s=load_s, now=now)
         known.stall_s *= 0.5
         known.timeouts_in_a_row = 0
         known.strikes = 0
@@ -128,6 +129,7 @@ class Router:
         forward_s: float | None = None,
         backward_s: float | None = None,
         rtt_s: float | None = None,
+        load_s: float | None = None,
         now: float | None = None,
     ) -> None:
         """Something learned in passing (a progress message, an answer's timings) that ends no call."""
@@ -135,8 +137,11 @@ class Router:
         known.observe_compute(forward_s, backward_s)
         if rtt_s is not None:
             known.observe_rtt(rtt_s)
+        now = self._clock() if now is None else now
         if queue_s is not None:
-            known.observe_queue(queue_s, self._clock() if now is None else now)
+            known.observe_queue(queue_s, now)
+        if load_s is not None:
+            known.observe_load(load_s, now)
 
     def timed_out(self, peer_id: str, elapsed_s: float, now: float | None = None) -> None:
         """No answer within the timeout. The elapsed time enters the estimate; two in a row ban the peer."""

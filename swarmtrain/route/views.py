@@ -31,6 +31,7 @@ class PeerView:
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     queue_ms: float = 0.0
+    load_ms: float = 0.0  # work it has committed itself to: both passes of everything that it holds
     up_bytes_per_s: float = 0.0
     down_bytes_per_s: float = 0.0
     relayed: bool = False
@@ -81,6 +82,7 @@ class Offer:
         "expires_at",
         "forward_s",
         "link_bound",
+        "load_s",
         "peer_id",
         "queue_s",
         "relayed",
@@ -94,6 +96,7 @@ class Offer:
         # Not announced: backward is about twice the work of forward.
         self.backward_s = _bounded_seconds(view.backward_ms) if view.backward_ms else 2.0 * self.forward_s
         self.queue_s = min(view.queue_ms / 1000.0, MAX_SERVICE_S) if 0.0 < view.queue_ms < math.inf else 0.0
+        self.load_s = min(view.load_ms / 1000.0, MAX_SERVICE_S) if 0.0 < view.load_ms < math.inf else 0.0
         self.down_rate = _bounded_rate(view.down_bytes_per_s)
         compute_s = self.forward_s + self.backward_s
         wire_s = max(bytes_in / self.down_rate, bytes_out / _bounded_rate(view.up_bytes_per_s))

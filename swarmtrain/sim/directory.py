@@ -53,6 +53,7 @@ class Directory:
             forward_ms=service_ms / 3.0,
             backward_ms=service_ms * 2.0 / 3.0,
             queue_ms=1000.0 * peer.queue_s(cost),
+            load_ms=1000.0 * peer.load_s(cost),
             up_bytes_per_s=peer.up_rate,
             down_bytes_per_s=peer.down_rate,
             relayed=peer.relayed,

@@ -151,6 +151,10 @@ class SimPeer:
             self.num_forward -= 1
         return job
 
+    def load_s(self, cost: float) -> float:
+        """Both passes of everything it holds."""
+        return len(self.held) * cost / self.speed
+
     def queue_s(self, cost: float) -> float:
         """Expected wait of a new forward job."""
         return len(self.jobs) * 0.5 * cost / self.speed

@@ -292,6 +292,7 @@ class Pipeline:
                 queue_s=began_at - job.arrived_at,
                 compute_s=(now - began_at) * share,
                 num_bytes=self.num_bytes,
+                load_s=peer.load_s(self.scenario.costs[stage]),
                 now=now,
             )
         if stage == self.last:
@@ -334,6 +335,10 @@ class Pipeline:
     def _backward_arrives(self, microbatch: Microbatch, stage: int, peer: SimPeer, token: int, sent_at: float) -> None:
         if microbatch not in peer.held or microbatch.token[stage] != token:
             return
+        callee = microbatch.route[stage + 1]
+        if callee is not None and callee.stage == stage + 1 and peer.router is not None:
+            load_s = callee.load_s(self.scenario.costs[stage + 1])
+            peer.router.observed(callee.peer_id, load_s=load_s, now=self.engine.now)
         if stage == 0:
             microbatch.away_s = self.engine.now - microbatch.sent_at
         self._enqueue(peer, Job(BACKWARD, microbatch, stage, token, sent_at, self.engine.now))

@@ -4,7 +4,7 @@ name = "gaming GPU at home"
 [hardware]  tflops, memory_gb             what training really reaches, not the data sheet
 [network]   up_mbit, down_mbit, latency_ms, relayed
 [presence]  hours_online, hours_away      means; how long such a machine stays, and stays away
-[join]      options of `swarmtrain join`  not read here
+role = "coordinator"                      for a machine that hosts no stage
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.errors import UsageError
-from swarmtrain.sim.scenario import MEBIT, PeerSpec
+from swarmtrain.sim.scenario import MEBIT, ChurnEvent, PeerSpec
 
 MAX_PROFILE_BYTES = 1 << 16
+MAX_MACHINES = 1_000_000
+ROLES = ("peer", "coordinator")
 _RANGES: dict[str, dict[str, tuple[float, float]]] = {
     "hardware": {"tflops": (1e-6, 1e6), "memory_gb": (1e-3, 1e6)},
     "network": {"up_mbit": (1e-3, 1e6), "down_mbit": (1e-3, 1e6), "latency_ms": (0.0, 10_000.0)},
@@ -39,6 +41,7 @@ class PeerProfile:
     relayed: bool
     hours_online: float
     hours_away: float
+    role: str = "peer"
 
     def spec(self, stage_tflop: float, weight: float = 1.0) -> PeerSpec:
         """This machine in a pipeline whose stages of cost 1 take `stage_tflop` per microbatch."""
@@ -69,8 +72,8 @@ def load_profile(path: Path) -> PeerProfile:
 def parse_profile(raw: dict[str, Any], where: str = "peer profile") -> PeerProfile:
     """A profile from its TOML content."""
     for section in raw:
-        if section not in {"name", "join", *_RANGES}:
-            raise UsageError(f"{where}: unknown section {section!r}")
+        if section not in {"name", "role", *_RANGES}:
+            raise UsageError(f"{where}: unknown section {section[:80]!r}")
     if not isinstance(raw.get("name"), str):
         raise UsageError(f"{where}: needs a name")
     values: dict[str, float] = {}
@@ -87,7 +90,10 @@ def parse_profile(raw: dict[str, Any], where: str = "peer profile") -> PeerProfi
     relayed = raw["network"].get("relayed", False)
     if not isinstance(relayed, bool):
         raise UsageError(f"{where}: network.relayed must be true or false")
-    return PeerProfile(name=raw["name"][:80], relayed=relayed, **values)
+    role = raw.get("role", "peer")
+    if role not in ROLES:
+        raise UsageError(f"{where}: role must be one of {', '.join(ROLES)}")
+    return PeerProfile(name=raw["name"][:80], relayed=relayed, role=role, **values)
 
 
 def _number(value: object, low: float, high: float, where: str) -> float:
@@ -98,30 +104,39 @@ def _number(value: object, low: float, high: float, where: str) -> float:
     return float(value)
 
 
-def load_mix(items: list[str], stage_tflop: float) -> tuple[PeerSpec, ...]:
-    """Profiles with weights, as given on the command line: `FILE` or `FILE=WEIGHT`."""
-    specs = []
+def load_profiles(items: list[str]) -> list[tuple[PeerProfile, float]]:
+    """Profiles with a number each, as given on the command line: `FILE` or `FILE=NUMBER` (a count, or a weight)."""
+    profiles = []
     for item in items:
         name, separator, text = item.rpartition("=")
         if not separator:
             name, text = item, "1"
         try:
-            weight = float(text)
+            number = float(text)
         except ValueError as error:
-            raise UsageError(f"{item!r}: a weight is a number, as in {name}=2") from error
-        if not 0.0 < weight < math.inf:
-            raise UsageError(f"{item!r}: a weight is positive")
-        specs.append(load_profile(Path(name)).spec(stage_tflop, weight))
-    return tuple(specs)
+            raise UsageError(f"{item!r}: after = comes a number, as in {name}=2") from error
+        if not 0.0 < number <= MAX_MACHINES:
+            raise UsageError(f"{item!r}: the number must be above 0 and at most {MAX_MACHINES}")
+        profiles.append((load_profile(Path(name)), number))
+    return profiles
 
 
-def load_trace(path: Path) -> tuple[tuple[float, int], ...]:
+def load_mix(items: list[str], stage_tflop: float) -> tuple[PeerSpec, ...]:
+    """The peers among the profiles as kinds of machines that a simulation draws from, by weight."""
+    profiles = load_profiles(items)
+    specs = tuple(profile.spec(stage_tflop, weight) for profile, weight in profiles if profile.role == "peer")
+    if items and not specs:
+        raise UsageError("none of the profiles is of a peer", fix="add one, as peers/gaming-gpu.toml")
+    return specs
+
+
+def load_trace(path: Path) -> tuple[ChurnEvent, ...]:
     """A churn trace: a CSV file with lines `seconds,change` (change: +3 joined, -2 vanished); `#` begins a comment."""
     try:
         text = path.read_text()
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read the trace {path}: {error}") from error
-    events: list[tuple[float, int]] = []
+    events: list[ChurnEvent] = []
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.partition("#")[0].strip()
         if not content or content == "seconds,change":
@@ -133,5 +148,19 @@ def load_trace(path: Path) -> tuple[tuple[float, int], ...]:
             raise UsageError(f"{path}, line {number}: expected `seconds,change`, as in 300,-2") from error
         if not 0.0 <= moment < math.inf or abs(change) > 1_000_000:
             raise UsageError(f"{path}, line {number}: out of range")
-        events.append((moment, change))
-    return tuple(sorted(events))
+        events.append(ChurnEvent(moment, change))
+    return tuple(sorted(events, key=lambda event: event.time_s))
+
+
+# What `plan` assumes when it is told nothing; the same as peers/gaming-gpu.toml.
+GAMING_GPU = PeerProfile(
+    name="gaming GPU at home",
+    tflops=30.0,
+    memory_gb=12.0,
+    up_mbit=40.0,
+    down_mbit=200.0,
+    latency_ms=15.0,
+    relayed=False,
+    hours_online=6.0,
+    hours_away=18.0,
+)

@@ -62,6 +62,40 @@ def as_text(result: Result) -> str:
     return "\n".join(lines)
 
 
+def as_table(results: list[Result]) -> str:
+    """One line per run; runs that differ in their seed only are one line with the mean and the extremes."""
+    groups: dict[tuple[int, int, str], list[Result]] = {}
+    for result in results:
+        key = (result.scenario.num_stages, result.scenario.num_peers, label(result))
+        groups.setdefault(key, []).append(result)
+    lines = [f"{'stages':>6} {'peers':>6}  {'policies':<28} {'of the bound':>21} {'weakest stage':>14} {'moves/h':>8}"]
+    for (num_stages, num_peers, name), group in groups.items():
+        shares = sorted(result.efficiency for result in group)
+        mean = sum(shares) / len(shares)
+        spread = f" ({shares[0]:.3f}-{shares[-1]:.3f})" if len(shares) > 1 else ""
+        assigned = sum(result.assigned / (result.bound or 1.0) for result in group) / len(group)
+        hours = sum(result.scenario.minutes - result.scenario.warmup_minutes for result in group) / 60.0
+        moves = sum(result.events.get("moves", 0) for result in group) / hours
+        reached = f"{mean:.3f}{spread}"
+        lines.append(f"{num_stages:>6} {num_peers:>6}  {name:<28} {reached:>21} {assigned:>14.3f} {moves:>8.0f}")
+    return "\n".join(lines)
+
+
+def check_out(directory: Path) -> None:
+    """Refuse a directory that cannot be written to, and plots that cannot be drawn, before anything is simulated."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", "study") from error
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".probe"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise StorageError(f"cannot write to {directory}: {error.strerror}", fix="choose another --out") from error
+
+
 SUMMARY_COLUMNS = [
     "num_peers",
     "num_stages",

@@ -59,10 +59,11 @@ class Scenario:
     stage_costs: tuple[float, ...] = ()
     boundary_bytes: float = 2.7e6
     batch: int = 0  # microbatches per optimizer step; 0: no steps, an endless stream
-    gradient_bytes: float = 0.0  # reduced in every stage at the end of a step
+    # What every peer sends, and receives, when a step's gradient is reduced: for each stage, or one for all.
+    gradient_bytes: tuple[float, ...] = ()
     queue_limit: int = 8  # forward jobs a peer accepts before it says BUSY
     job_order: str = "fifo"  # of a peer's processor
-    window_maximum: int = 0  # 0: eight times the number of stages, at least 64
+    window_maximum: int = 0  # 0: sixteen times the number of stages, at least 64
 
     # Coming and going.
     churn: str = "exponential"
@@ -88,10 +89,16 @@ class Scenario:
         """One relative cost per stage."""
         return self.stage_costs or (1.0,) * self.num_stages
 
+    def gradient_bytes_of(self, stage: int) -> float:
+        """Of one stage."""
+        if not self.gradient_bytes:
+            return 0.0
+        return self.gradient_bytes[stage if len(self.gradient_bytes) > 1 else 0]
+
     @property
     def window_limit(self) -> int:
         """Most microbatches that one stage-0 peer keeps in flight."""
-        return self.window_maximum or max(64, 8 * self.num_stages)
+        return self.window_maximum or max(64, 16 * self.num_stages)
 
     def with_(self, **changes: object) -> Scenario:
         """A copy with some parameters changed."""
@@ -121,7 +128,10 @@ def _check(scenario: Scenario) -> None:
     _require(bool(scenario.layout or scenario.mix), "mix", "at least one profile")
     for name in ("mean_life_s", "mean_absence_s", "rebalance_period_s", "directory_period_s", "record_life_s"):
         _require(0.0 < getattr(scenario, name) < math.inf, name, "positive")
-    for name in ("download_s", "detect_s", "boundary_bytes", "gradient_bytes", "speed_spread", "compute_jitter"):
+    _require(len(scenario.gradient_bytes) in (0, 1, scenario.num_stages), "gradient_bytes", "one, or one per stage")
+    for num_bytes in scenario.gradient_bytes:
+        _require(0.0 <= num_bytes < math.inf, "gradient_bytes", "not negative")
+    for name in ("download_s", "detect_s", "boundary_bytes", "speed_spread", "compute_jitter"):
         _require(0.0 <= getattr(scenario, name) < math.inf, name, "not negative")
     for cost in scenario.costs:
         _require(0.0 < cost < math.inf, "stage_costs", "positive")

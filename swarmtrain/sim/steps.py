@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from swarmtrain.sim.peer import Microbatch, SimPeer
 from swarmtrain.sim.pipeline import Pipeline, World
@@ -86,14 +87,14 @@ class Steps:
             self._world.engine.after(self._reduce_s(), self._applied)
 
     def _reduce_s(self) -> float:
-        """Every peer sends its whole gradient once and receives the sum once: the slowest link of a stage decides."""
-        gradient_bytes = self._world.scenario.gradient_bytes
-        serving = [p for p in self._world.peers if p.state in ("serving", "draining")]
-        slowest_up = min((p.up_rate for p in serving), default=1.0)
-        slowest_down = min((p.down_rate for p in serving), default=1.0)
-        return (
-            gradient_bytes / slowest_up + gradient_bytes / slowest_down + 4.0 * self._world.scenario.backbone_latency_s
-        )
+        """How long the barrier lasts: until the stage with the slowest link has reduced its gradient."""
+        scenario = self._world.scenario
+        slowest: dict[int, list[float]] = {}
+        for peer in self._world.peers:
+            if peer.state in ("serving", "draining"):
+                slowest.setdefault(peer.stage, []).append(min(peer.up_rate, peer.down_rate))
+        seconds = (reduction_seconds(scenario.gradient_bytes_of(stage), rates) for stage, rates in slowest.items())
+        return max(seconds, default=0.0) + 4.0 * scenario.backbone_latency_s
 
     def _applied(self) -> None:
         self._in_barrier = False
@@ -110,3 +111,10 @@ class Steps:
         for peer in self._world.peers:
             if peer.window is not None and peer.state == "serving":
                 self.fill(peer)
+
+
+def reduction_seconds(gradient_bytes: float, link_rates: Sequence[float]) -> float:
+    """Every peer sends and receives `gradient_bytes` less its own part, both ways at once: the slowest link decides."""
+    if not link_rates:
+        return 0.0
+    return gradient_bytes * (1.0 - 1.0 / len(link_rates)) / min(link_rates)

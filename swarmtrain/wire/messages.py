@@ -22,6 +22,7 @@ Step = Annotated[int, Range(0, 2**40)]
 StageIndex = Annotated[int, Range(0, 1023)]
 MicrobatchIndex = Annotated[int, Range(0, 2**20)]
 Attempt = Annotated[int, Range(0, 2**31)]
+Seat = Annotated[int, Range(0, 2**53)]
 Digest = Annotated[str, MaxLength(64)]
 Incarnation = Annotated[str, MaxLength(32)]
 Seconds = Annotated[float, Range(0.0, 1e9)]
@@ -137,6 +138,41 @@ class Enroll(Message):
     version: Annotated[str, MaxLength(32)]
     metrics: Annotated[str, MaxLength(80)] = ""  # HOST:PORT where its metrics can be read, or empty
     spent: Annotated[tuple[Seconds, ...], MaxLength(5)] = ()  # seconds: compute, reduce, queue, wire, idle
+    seat: Seat = 0  # rises whenever the peer has moved, or has given up a move
+
+
+@message(kind="seek_stage", priority=Priority.CONTROL)
+class SeekStage(Message):
+    """A peer that may host any of `stages` asks where it is needed most. Answer: `StageFound`."""
+
+    run: RunId
+    stages: Annotated[tuple[StageIndex, ...], MaxLength(1024)]
+
+
+@message(kind="stage_found", priority=Priority.CONTROL)
+class StageFound(Message):
+    """Where the peer should go; the coordinator counts on it for a while."""
+
+    stage: StageIndex
+    reason: Text
+
+
+@message(kind="ask_move", priority=Priority.CONTROL)
+class AskMove(Message):
+    """A serving peer asks for permission to leave its stage for another one. Answer: `MoveAnswered`."""
+
+    run: RunId
+    seat: Seat
+    source: StageIndex
+    target: StageIndex
+
+
+@message(kind="move_answered", priority=Priority.CONTROL)
+class MoveAnswered(Message):
+    """Permission to leave, or why not."""
+
+    granted: bool
+    reason: Text
 
 
 class Verdict(StrEnum):
@@ -338,6 +374,10 @@ MESSAGES = Registry(
     Replay,
     Enroll,
     Enrolled,
+    SeekStage,
+    StageFound,
+    AskMove,
+    MoveAnswered,
     FetchRun,
     RunOffer,
     Prepare,

@@ -130,7 +130,7 @@ def test_time_is_accounted_for_completely() -> None:
 
 
 def test_steps_end_and_lost_pieces_are_computed_again() -> None:
-    scenario = SMALL.with_(batch=60, mean_life_s=400.0, mean_absence_s=100.0, download_s=10.0, gradient_bytes=1e7)
+    scenario = SMALL.with_(batch=60, mean_life_s=400.0, mean_absence_s=100.0, download_s=10.0, gradient_bytes=(1e7,))
     finished, _, result = all_finished_microbatches(scenario)
     assert result.num_steps >= 3
     assert result.events["pieces computed again"] > 0

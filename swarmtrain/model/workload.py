@@ -1,0 +1,95 @@
+"""What a manifest asks of its machines: arithmetic, bytes and memory per stage. The simulator and `plan` share it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from swarmtrain.model.layout import EMBEDDING, StagePlan, boundary_width, plan_stages
+from swarmtrain.model.sizes import activation_bytes, id_type, stage_memory
+from swarmtrain.run.manifest import Manifest
+
+FP32 = 4
+BACKWARD_FACTOR = 2.0  # a backward pass multiplies twice as much as a forward pass
+KEPT_MICROBATCHES = 2  # activations of so many must fit beside the state, as the daemon demands it
+SHARE_BYTES = 12  # per parameter, while a gradient is reduced: a copy of the sum and the result
+PROCESS_BYTES = 400 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """One stage in numbers; `tflop` per microbatch, forward and backward."""
+
+    tflop: float
+    num_parameters: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One run in numbers."""
+
+    name: str
+    stages: tuple[StageWork, ...]
+    boundary_bytes: float  # one boundary tensor with its tokens, one direction
+    token_bytes: int  # of one microbatch, from the coordinator to stage 0
+    tokens: int  # per microbatch
+    batch: int  # microbatches per optimizer step
+    checkpoint_every: int  # steps; 0: only at the end
+
+    @property
+    def mean_tflop(self) -> float:
+        """Per stage and microbatch: the unit in which stage costs are given."""
+        return sum(stage.tflop for stage in self.stages) / len(self.stages)
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """Stage costs relative to their mean."""
+        return tuple(stage.tflop / self.mean_tflop for stage in self.stages)
+
+    def reduction_bytes(self, stage: int) -> float:
+        """What one peer sends, and about as much receives, when its stage's gradient is reduced: fp64 out, fp32 back.
+
+        Every peer sends its share of the others' pieces (8 bytes a number) and the sum of its own piece to all
+        (4 bytes a number): 12 bytes per parameter, less the part it owns itself.
+        """
+        return 12.0 * self.stages[stage].num_parameters
+
+    @property
+    def state_bytes(self) -> float:
+        """Parameters and both moments of all stages: what a checkpoint holds."""
+        return 3.0 * FP32 * sum(stage.num_parameters for stage in self.stages)
+
+
+def workload_of(manifest: Manifest) -> Workload:
+    """Count. Attention is counted as causal, embeddings as look-ups."""
+    model, batch = manifest.model, manifest.batch
+    tokens = batch.sequences_per_microbatch * model.sequence_length
+    ids = tokens * int(id_type(model.vocab_size)[2:])
+    return Workload(
+        name=manifest.run.name,
+        stages=tuple(_stage_work(manifest, plan, tokens) for plan in plan_stages(manifest)),
+        boundary_bytes=float(tokens * boundary_width(manifest) * FP32 + ids),
+        token_bytes=ids,
+        tokens=tokens,
+        batch=batch.microbatches_per_step,
+        checkpoint_every=manifest.checkpoint.every,
+    )
+
+
+def _stage_work(manifest: Manifest, plan: StagePlan, tokens: int) -> StageWork:
+    model = manifest.model
+    multiplied = sum(
+        spec.num_elements for spec in plan.tensors if len(spec.shape) == 2 and not spec.name.endswith(EMBEDDING)
+    )
+    if plan.is_last and model.tie_embeddings:
+        multiplied += model.vocab_size * model.hidden_size
+    attention = len(plan.layers) * model.sequence_length * model.hidden_size  # causal: half of two n x d products
+    forward = 2.0 * tokens * (multiplied + attention)
+    memory = stage_memory(manifest, plan) + plan.num_parameters * SHARE_BYTES + PROCESS_BYTES
+    memory += KEPT_MICROBATCHES * activation_bytes(manifest, plan)
+    return StageWork(
+        tflop=(1.0 + BACKWARD_FACTOR) * forward / 1e12,
+        num_parameters=plan.num_parameters,
+        memory_bytes=math.ceil(memory),
+    )

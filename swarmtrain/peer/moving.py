@@ -1,0 +1,113 @@
+"""How a serving peer finds out that it is needed elsewhere, and leaves only with the coordinator's permission.
+
+    every look: read all stages -> plan -> am I in it? -> publish the intent -> second look agrees -> ask -> go
+
+The decisions are in route/rebalance.py and route/moves.py; here is the reading, publishing and asking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from swarmtrain.chain.neighbours import PeerRecord, stage_topic
+from swarmtrain.chain.rebalancing import INTENT_TOPIC, Costs, MoveRules, intent_of, intent_value, members_of
+from swarmtrain.errors import SwarmtrainError
+from swarmtrain.net.directory import Directory
+from swarmtrain.net.errors import NetError
+from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.peer.coordinator_link import CoordinatorLink
+from swarmtrain.route.moves import Intent, LeaveAnswer, LeaveRequest, Mover
+from swarmtrain.route.rebalance import plan_moves
+from swarmtrain.wire.messages import AskMove, MoveAnswered
+
+log = logging.getLogger(__name__)
+
+ASK_S = 20.0
+NO_INTENT: dict[str, int] = {}
+
+
+class Moving:
+    """Looks around while the peer serves; calls `depart` with the new stage when it may go."""
+
+    def __init__(
+        self,
+        context: PeerContext,
+        link: CoordinatorLink,
+        directory: Directory,
+        mover: Mover,
+        depart: Callable[[int], None],
+    ) -> None:
+        self._context, self._link, self._directory = context, link, directory
+        self._mover, self._depart = mover, depart
+        self._rng = random.Random()
+        self._costs = Costs.of(context.manifest)
+        self._published: Intent | str | None = "what a former seat has said"
+
+    async def run(self) -> None:
+        """Look now and then, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            look_s = self._link.rules.look_s
+            await asyncio.sleep(self._rng.uniform(0.75, 1.25) * look_s)
+            if self._mover.intent is not None:
+                await asyncio.sleep(max(0.0, self._mover.look_at - loop.time()))
+            rules = self._link.rules
+            if rules.rule == "none" or self._context.state is not PeerState.SERVING:
+                continue
+            try:
+                await self._look(rules)
+            except SwarmtrainError as error:
+                log.info("cannot look for a better stage: %s", error)
+
+    async def _look(self, rules: MoveRules) -> None:
+        now = asyncio.get_running_loop().time()
+        stages = range(self._context.manifest.stages.count)
+        members = members_of([await self._records(stage) for stage in stages], self._costs, now)
+        plan = plan_moves(members, self._costs.costs, now, rules.options())
+        request = self._mover.look(plan, await self._intents(), now)
+        await self._publish()
+        if request is not None:
+            await self._ask(request)
+
+    async def _records(self, stage: int) -> dict[str, PeerRecord]:
+        found = {}
+        for peer_id, record in (await self._directory.lookup(stage_topic(stage))).items():
+            parsed = PeerRecord.from_value(record.value)
+            if parsed is not None:
+                found[peer_id] = parsed
+        return found
+
+    async def _intents(self) -> list[Intent]:
+        records = await self._directory.lookup(INTENT_TOPIC)
+        intents = (intent_of(peer_id, record.value) for peer_id, record in records.items())
+        return [intent for intent in intents if intent is not None]
+
+    async def _publish(self) -> None:
+        """Say what this peer intends, or that it does not any more."""
+        intent = self._mover.intent
+        if intent != self._published:
+            life_s = max(5.0, min(50.0, 4.0 * self._link.rules.look_s))
+            await self._directory.announce(INTENT_TOPIC, NO_INTENT if intent is None else intent_value(intent), life_s)
+            self._published = intent
+
+    async def _ask(self, request: LeaveRequest) -> None:
+        context, mover = self._context, self._mover
+        if self._link.peer_id is None:
+            mover.arrived(mover.stage)
+            return
+        message = AskMove(context.run_id, request.version, request.source, request.target)
+        try:
+            found = await context.node.call(self._link.peer_id, message, deadline_s=ASK_S, expect=MoveAnswered)
+        except NetError as error:
+            log.info("the coordinator did not answer whether to move: %s", error)
+            mover.arrived(mover.stage)  # gives up; a permission that was sent and lost is void from now on
+            return
+        answer = LeaveAnswer(request.peer_id, request.version, request.target, found.granted, found.reason)
+        if mover.answered(answer):
+            self._depart(request.target)
+        else:
+            log.info("stays in stage %d: %s", mover.stage, found.reason)
+            await self._publish()

@@ -1,0 +1,150 @@
+"""Where newcomers are sent, and who may move: whoever is on the way counts, and no stage is left with too few."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmtrain.chain.rebalancing import MoveRules
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.moves import Moves
+from swarmtrain.net.errors import Refusal
+from swarmtrain.observe.events import Events
+from swarmtrain.run.presets import preset
+from swarmtrain.wire.messages import AskMove, Enroll, SeekStage
+
+NUM_STAGES = 3
+EVEN = [
+    "model.num_layers=5",
+    "stages.count=3",
+    "stages.layers=[2, 2, 1]",
+    "model.hidden_size=32",
+    "model.ffn_size=64",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+]
+MANIFEST = preset("nano", EVEN)
+SIGN = Enroll("run", 0, "serving", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "", 1)
+RULES = MoveRules(min_left=1, min_gain=0.1)
+
+
+def make(rules: MoveRules = RULES) -> Moves:
+    nothing = cast(Any, None)
+    context = RunContext(
+        manifest=MANIFEST,
+        run_id="run",
+        term=1,
+        node=nothing,
+        dispatcher=nothing,
+        journal=nothing,
+        sampler=nothing,
+        events=Events(),
+    )
+    return Moves(context, rules)
+
+
+def enroll(moves: Moves, peer_id: str, stage: int, *, state: str = "serving", seat: int = 1) -> None:
+    moves._context.members.enroll(peer_id, replace(SIGN, stage=stage, state=state, seat=seat), 0.0)
+
+
+def seek(moves: Moves, peer_id: str, *stages: int) -> int:
+    return asyncio.run(moves.seek(SeekStage("run", stages or tuple(range(NUM_STAGES))), peer_id)).stage
+
+
+def ask(moves: Moves, peer_id: str, source: int, target: int, seat: int = 1) -> bool:
+    return asyncio.run(moves.ask(AskMove("run", seat, source, target), peer_id)).granted
+
+
+def test_newcomers_who_come_all_at_once_are_spread() -> None:
+    moves = make()
+    assert Counter(seek(moves, f"p{i}") for i in range(9)) == {0: 3, 1: 3, 2: 3}
+
+
+def test_a_newcomer_goes_to_the_weakest_stage_that_it_can_host() -> None:
+    moves = make()
+    for peer_id, stage in (("a", 0), ("b", 1), ("c", 1)):
+        enroll(moves, peer_id, stage)
+    assert seek(moves, "d") == 2
+    assert seek(moves, "e", 0, 1) == 0
+    with pytest.raises(Refusal):
+        seek(moves, "f", 7)
+
+
+def test_only_one_of_two_gets_permission_for_the_same_gap() -> None:
+    moves = make()
+    for peer_id, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1), ("e", 1), ("f", 2)):
+        enroll(moves, peer_id, stage)
+    assert ask(moves, "a", 0, 2)
+    assert not ask(moves, "b", 0, 2), "the first one is on its way"
+    assert ask(moves, "a", 0, 2), "asked twice, answered alike"
+
+
+def test_a_mover_counts_where_it_goes_until_it_is_there() -> None:
+    moves = make()
+    for peer_id, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1), ("e", 1), ("f", 2)):
+        enroll(moves, peer_id, stage)
+    assert ask(moves, "a", 0, 2)
+    moves._context.members.remove("a")  # it has said goodbye to its old stage
+    assert not ask(moves, "b", 0, 2)
+    assert seek(moves, "g") == 0, "two are left in stage 0, the others have two"
+    enroll(moves, "a", 2, state="syncing", seat=2)
+    assert not ask(moves, "b", 0, 2)
+    enroll(moves, "a", 2, seat=2)
+    assert not ask(moves, "b", 0, 2)
+
+
+def test_a_dead_peer_is_no_reason_to_stay_or_to_go() -> None:
+    moves = make()
+    for peer_id, stage in (("a", 0), ("b", 0), ("d", 1), ("e", 1), ("f", 2), ("g", 2)):
+        enroll(moves, peer_id, stage)
+    assert not ask(moves, "a", 0, 2)
+    for gone in ("f", "b"):
+        moves._context.members.remove(gone)
+    assert not ask(moves, "a", 0, 2), "nobody would be left in stage 0"
+    assert ask(moves, "d", 1, 2) is False, "nothing would be won"
+
+
+def test_a_run_that_does_not_rebalance_refuses() -> None:
+    moves = make(MoveRules("none"))
+    for peer_id in "abc":
+        enroll(moves, peer_id, 0)
+    assert not ask(moves, "a", 0, 2)
+
+
+Requests = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2), st.booleans()), max_size=30)
+
+
+@settings(deadline=None, max_examples=60)
+@given(stages=st.lists(st.integers(0, 2), min_size=8, max_size=8), requests=Requests)
+def test_whatever_is_asked_no_stage_loses_its_last_peer(
+    stages: list[int], requests: list[tuple[int, int, bool]]
+) -> None:
+    """Requests in any order, some movers arrive and some never do: what was permitted can be done all at once."""
+    moves = make()
+    where, seats = dict(enumerate(stages)), dict.fromkeys(range(8), 1)
+    leaving: dict[int, int] = {}
+    for number, stage in where.items():
+        enroll(moves, str(number), stage)
+    for number, target, arrives in requests:
+        if number in leaving:
+            if arrives:
+                where[number] = leaving.pop(number)
+                seats[number] += 1
+                enroll(moves, str(number), where[number], seat=seats[number])
+        elif ask(moves, str(number), where[number], target, seats[number]):
+            leaving[number] = target
+        staying = Counter(stage for peer, stage in where.items() if peer not in leaving)
+        assert all(staying[stage] >= 1 for stage in set(stages))
+
+
+def test_rules_survive_the_directory_and_nonsense_does_not() -> None:
+    rules = MoveRules("none", 0.3, 4, 7.0, 2.5)
+    assert MoveRules.from_value(rules.as_value()) == rules
+    for nonsense in (None, [], ["capacity"], ["wild", 0.1, 1, 1, 1], ["capacity", float("nan"), 1, 1, 1], {"rule": 1}):
+        assert MoveRules.from_value(nonsense) is None
