@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.swarm.conftest import short_directory
+from swarm.conftest import short_directory
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from swarm.harness import REPOSITORY, clean_environment
 from typer.main import get_command
 
 from swarmtrain.cli.main import app
 from swarmtrain.observe.http import HttpServer, Response
-from tests.swarm.harness import REPOSITORY, clean_environment
 
 DOCKER = REPOSITORY / "docker"
 TOOLS = Path(sys.executable).parent

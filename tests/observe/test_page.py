@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.swarm.harness import PATIENCE, Swarm, tiny
+from swarm.harness import PATIENCE, Swarm, tiny
 
 from .browser import PROGRAM, WHY_NOT, Browser
 

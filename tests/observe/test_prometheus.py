@@ -17,8 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-from tests.swarm.harness import REPOSITORY, Swarm, tiny, until
+from swarm.harness import REPOSITORY, Swarm, tiny, until
 
 from .web import get, get_json
 

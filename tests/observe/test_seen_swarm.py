@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swarm.harness import Daemon, Swarm, ask_daemon, swarmtrain, tiny, until
 
 from swarmtrain.cli.status_text import status_text
 from swarmtrain.observe.activity import Cause
-from tests.swarm.harness import Daemon, Swarm, ask_daemon, swarmtrain, tiny, until
 
 from .web import get, get_json, scrape, total, value
 

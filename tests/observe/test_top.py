@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from swarm.harness import REPOSITORY, clean_environment, swarmtrain
 
 from swarmtrain.cli.top_text import frame, sparkline
 from swarmtrain.observe.http import HttpServer, as_json
-from tests.swarm.harness import REPOSITORY, clean_environment, swarmtrain
 
 
 def member(name: str, stage: int, **changes: Any) -> dict[str, Any]:
