@@ -102,6 +102,42 @@ def test_every_panel_and_alert_refers_to_metrics_that_exist() -> None:
     assert used <= known, used - known
 
 
+def leaves(item: Any, path: str = "") -> dict[str, Any]:
+    """Every value with its path."""
+    if isinstance(item, dict):
+        return {key: value for name, part in item.items() for key, value in leaves(part, f"{path}/{name}").items()}
+    if isinstance(item, list):
+        return {key: value for i, part in enumerate(item) for key, value in leaves(part, f"{path}/{i}").items()}
+    return {path: item}
+
+
+def lost_in_grafana(board: dict[str, Any]) -> list[str]:
+    """What Grafana's own types do not know of a dashboard, or know otherwise."""
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    read = leaves(json.loads(json.dumps(Dashboard.from_json(board), cls=JSONEncoder)))
+    return [path for path, value in leaves(board).items() if path not in read or read[path] != value]
+
+
+def test_grafanas_own_types_read_the_dashboards_without_loss() -> None:
+    for board in dashboards().values():
+        assert lost_in_grafana(board) == []
+    board = dashboards()["swarm"]
+    board["panels"][0]["tittle"] = "planted"
+    assert lost_in_grafana(board) == ["/panels/0/tittle"]
+
+
+def test_every_query_is_promql() -> None:
+    import promql_parser
+
+    for _, queries in panels():
+        for query in queries:
+            promql_parser.parse(query)
+    with pytest.raises(ValueError, match="parenthesis"):
+        promql_parser.parse("sum by (x (y)")
+
+
 @with_prometheus
 def test_every_query_parses(tmp_path: Path) -> None:
     rules = [
