@@ -259,6 +259,12 @@ PEER = Dashboard(
             "none",
         ),
         Panel(
+            "What watching costs",
+            [Query(rate("swarmtrain_observe_seconds_total", "name", OF_PEER), "{{name}}")],
+            "Processor time for events, status and metrics, as a share of all time.",
+            "percentunit",
+        ),
+        Panel(
             "Open microbatches",
             [Query(f"swarmtrain_peer_open_microbatches{OF_PEER}", "{{name}}")],
             "Taken and not answered.",

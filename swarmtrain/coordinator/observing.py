@@ -110,6 +110,7 @@ class RunObserver:
             "rtt_s": max((link.estimate.rtt_s or 0.0 for link in links), default=0.0),
             "memory_bytes": memory_bytes,
             "cpu_s": cpu.user + cpu.system,
+            "observe_s": context.events.cost.seconds,
             "events": dict(status.counts),
             "traffic": context.node.traffic().summary(),
         }

@@ -36,7 +36,7 @@ def page_routes(observer: RunObserver) -> dict[str, Handler]:
     files: dict[str, Handler] = {path: partial(_file, name, kind) for path, (name, kind) in FILES.items()}
     return {
         **files,
-        **daemon_routes(observer.snapshot, run_families),
+        **daemon_routes(observer.snapshot, run_families, observer.context.events.cost),
         "/api/history": lambda _: as_json(observer.keeper.status.curve()),
         "/api/events": lambda request: as_json(_events_after(observer, _number(request.query.get("after", "0")))),
         "/api/targets": lambda _: as_json(observer.targets()),
@@ -71,7 +71,9 @@ async def _live(observer: RunObserver, after: int) -> AsyncIterator[bytes]:
         for event in _events_after(observer, after):
             after = event["number"]
             yield _message("happened", event, event["number"])
-        yield _message("status", observer.snapshot())
+        with observer.context.events.cost:
+            message = _message("status", observer.snapshot())
+        yield message
         await asyncio.sleep(PUSH_PAUSE_S)
         await observer.keeper.changed(PUSH_S)
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from swarmtrain.observe.cost import Cost
+
 
 @dataclass(frozen=True)
 class Event:
@@ -327,6 +329,7 @@ class Events:
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = list(sinks)
+        self.cost = Cost()
 
     def add(self, sink: Sink) -> None:
         """One more listener."""
@@ -334,5 +337,6 @@ class Events:
 
     def emit(self, event: Event) -> None:
         """It happened."""
-        for sink in self._sinks:
-            sink(event)
+        with self.cost:
+            for sink in self._sinks:
+                sink(event)

@@ -72,6 +72,7 @@ def daemon_families(snapshot: Snapshot) -> Iterator[Metric]:
     yield counter("events", "Events by type.", *by("event", snapshot["events"]))
     yield gauge("process_resident_memory_bytes", "Resident memory of the daemon.", ({}, snapshot["memory_bytes"]))
     yield counter("process_cpu_seconds", "Processor time of the daemon.", ({}, snapshot["cpu_s"]))
+    yield counter("observe_seconds", "Processor time spent on events, status and metrics.", ({}, snapshot["observe_s"]))
     yield counter("calls_rerouted", "Calls that had to go elsewhere.", *by("cause", bounded(snapshot["rerouted"])))
     yield from _wire(snapshot)
 

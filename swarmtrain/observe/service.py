@@ -7,20 +7,25 @@ from http import HTTPStatus
 
 from prometheus_client.core import Metric
 
+from swarmtrain.observe.cost import Cost
 from swarmtrain.observe.http import Handler, Request, Response, as_json
 from swarmtrain.observe.metrics import CONTENT_TYPE, Snapshot, exposition, peer_families
 
 TakeSnapshot = Callable[[], Snapshot]
 
 
-def daemon_routes(snapshot: TakeSnapshot, families: Callable[[Snapshot], Iterator[Metric]]) -> dict[str, Handler]:
+def daemon_routes(
+    snapshot: TakeSnapshot, families: Callable[[Snapshot], Iterator[Metric]], cost: Cost
+) -> dict[str, Handler]:
     """Every daemon's: `/metrics`, `/api/status`, `/healthz`."""
 
     def metrics(request: Request) -> Response:
-        return Response(exposition(families, snapshot()), CONTENT_TYPE)
+        with cost:
+            return Response(exposition(families, snapshot()), CONTENT_TYPE)
 
     def status(request: Request) -> Response:
-        return as_json(snapshot())
+        with cost:
+            return as_json(snapshot())
 
     def health(request: Request) -> Response:
         state = str(snapshot()["state"])
@@ -30,6 +35,6 @@ def daemon_routes(snapshot: TakeSnapshot, families: Callable[[Snapshot], Iterato
     return {"/metrics": metrics, "/api/status": status, "/healthz": health}
 
 
-def peer_routes(snapshot: TakeSnapshot) -> dict[str, Handler]:
+def peer_routes(snapshot: TakeSnapshot, cost: Cost) -> dict[str, Handler]:
     """A volunteer's daemon."""
-    return daemon_routes(snapshot, peer_families)
+    return daemon_routes(snapshot, peer_families, cost)

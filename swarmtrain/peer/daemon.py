@@ -451,7 +451,7 @@ class PeerDaemon:
     async def _serve_metrics(self, stack: contextlib.AsyncExitStack) -> None:
         if not self.options.metrics:
             return
-        server = HttpServer(peer_routes(self.observer.snapshot))
+        server = HttpServer(peer_routes(self.observer.snapshot, self.events.cost))
         await server.start(*parse_address(self.options.metrics, "--metrics"))
         stack.push_async_callback(server.close)
         self._metrics_at = (self.options.metrics_announce or server.address)[:80]

@@ -15,6 +15,7 @@ from swarmtrain.observe.activity import Activity, Cause, PeerFacts, explain
 from swarmtrain.observe.events import ActivityChanged, Events, StepFollowed
 from swarmtrain.observe.keeper import RerouteNews, StatusKeeper
 from swarmtrain.observe.split import Part
+from swarmtrain.observe.word import Word
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import CONTACT_S, PeerContext
 from swarmtrain.peer.steps import Steps
@@ -38,13 +39,15 @@ class PeerObserver:
         self._seen, self._seen_at = Cause.JOINING, time.time()
         self._told = (Cause.JOINING, "")
         self._step, self._num_done = context.step, 0
+        self._heard, self._answered = context.word, 0
         self._ratios: dict[str, float] = {}
         self._process = psutil.Process(os.getpid())
 
     async def watch(self) -> None:
         """Look again and again until cancelled."""
         while True:
-            self.look()
+            with self._events.cost:
+                self.look()
             await asyncio.sleep(WATCH_S)
 
     def look(self) -> None:
@@ -75,7 +78,7 @@ class PeerObserver:
             step=context.step,
             coordinator_silent_s=silent_s,
             contact_limit_s=CONTACT_S,
-            word=context.word,
+            word=self._word(),
             sync_text=status.reason if status.sync_percent is not None else "",
             is_computing=split.is_going_on(Part.COMPUTE),
             num_open=sum(entry.answer is None for entry in context.ledger),
@@ -138,6 +141,7 @@ class PeerObserver:
             "memory_bytes": memory_bytes,
             "cpu_s": cpu.user + cpu.system,
             "gpu_bytes": _gpu_bytes(context.jobs.worker.state.device),
+            "observe_s": self._events.cost.seconds,
             "events": dict(status.counts),
             "traffic": context.node.traffic().summary(),
         }
@@ -156,6 +160,15 @@ class PeerObserver:
         if self._told != (activity.cause, activity.reason) and is_settled:
             self._told = (activity.cause, activity.reason)
             self._events.emit(ActivityChanged(activity.cause, activity.reason, activity.next, self._seen_at))
+
+    def _word(self) -> Word:
+        """What the coordinator said last, unless an answer of the next stage has come since: then it is outdated."""
+        context = self._context
+        answered = context.dispatcher.counters.answered if context.dispatcher is not None else 0
+        if context.word is not self._heard:
+            self._heard, self._answered = context.word, answered
+        is_outdated = answered > self._answered and not context.word.banned
+        return Word() if is_outdated else context.word
 
     def _capped_by(self) -> str:
         context = self._context

@@ -1,0 +1,30 @@
+"""What watching costs a daemon: processor time of events, looks, snapshots and answers, counted where it is spent.
+
+All of it happens on the event loop, so one thread's clock is enough. Nested pieces are counted once.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+
+class Cost:
+    """`with cost:` around everything that is done only in order to be seen."""
+
+    __slots__ = ("_began", "_depth", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._began = time.thread_time()
+        self._depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.thread_time() - self._began
