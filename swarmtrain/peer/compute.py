@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -49,6 +51,9 @@ class _Job:
     submitted: float = field(compare=False)
 
 
+RECENT = 64  # jobs of a kind that stand for its usual time
+
+
 @dataclass
 class ComputeTimes:
     """Running averages of run times in seconds, and totals, for records and metrics."""
@@ -57,11 +62,18 @@ class ComputeTimes:
     total_s: dict[Kind, float] = field(default_factory=lambda: dict.fromkeys(Kind, 0.0))
     count: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
     idle_s: float = 0.0
+    recent_s: dict[Kind, deque[float]] = field(default_factory=lambda: {kind: deque(maxlen=RECENT) for kind in Kind})
+
+    def typical_s(self, kind: Kind) -> float:
+        """The median of late, 0 if there was none: what a peer announces must not follow every hiccup."""
+        recent = self.recent_s[kind]
+        return statistics.median(recent) if recent else 0.0
 
     def add(self, kind: Kind, run_s: float) -> None:
         """One more job."""
         known = self.average_s.get(kind)
         self.average_s[kind] = run_s if known is None else 0.8 * known + 0.2 * run_s
+        self.recent_s[kind].append(run_s)
         self.total_s[kind] += run_s
         self.count[kind] += 1
 

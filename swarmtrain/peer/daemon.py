@@ -376,7 +376,7 @@ class PeerDaemon:
                 task.add_done_callback(lambda _: self._hurry.set())
 
     def _sign_of_life(self, context: PeerContext) -> Enroll:
-        times = context.compute.times.average_s
+        times = context.compute.times
         digest = self.steps.last_applied.state_digest if self.steps.last_applied is not None else ""
         return Enroll(
             run=context.run_id,
@@ -385,8 +385,8 @@ class PeerDaemon:
             incarnation=context.incarnation,
             step=context.step,
             state_digest=digest,
-            forward_ms=1000 * times.get(Kind.FORWARD, 0.0),
-            backward_ms=1000 * times.get(Kind.BACKWARD, 0.0),
+            forward_ms=1000 * times.typical_s(Kind.FORWARD),
+            backward_ms=1000 * times.typical_s(Kind.BACKWARD),
             queue_ms=1000 * context.compute.backlog_s(),
             up_bytes_per_s=self.options.max_up_bytes_per_s,
             name=self.options.name[:64],
@@ -412,13 +412,13 @@ class PeerDaemon:
             await wait_event(self._wake, min(ANNOUNCE_S, link.rules.look_s))
 
     def _record(self, host: Host, context: PeerContext) -> PeerRecord:
-        times, now = context.compute.times.average_s, asyncio.get_running_loop().time()
+        times, now = context.compute.times, asyncio.get_running_loop().time()
         return PeerRecord(
             state=context.state.value,
             step=context.step,
             incarnation=context.incarnation,
-            forward_ms=1000 * times.get(Kind.FORWARD, 0.0),
-            backward_ms=1000 * times.get(Kind.BACKWARD, 0.0),
+            forward_ms=1000 * times.typical_s(Kind.FORWARD),
+            backward_ms=1000 * times.typical_s(Kind.BACKWARD),
             queue_ms=1000 * context.compute.backlog_s(),
             up_bytes_per_s=self.options.max_up_bytes_per_s,
             relayed=self.options.behind_nat,
