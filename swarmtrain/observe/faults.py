@@ -24,6 +24,7 @@ class Point(StrEnum):
 
     BEFORE_FORWARD = "before-forward"
     AFTER_FORWARD = "after-forward"  # nobody else knows of it yet
+    BEFORE_BACKWARD = "before-backward"  # the next stage has answered (the last stage has no such moment)
     BEFORE_ANSWER = "before-answer"  # the microbatch is in the sum, the caller has no answer
     IN_PREPARE = "in-prepare"  # the share is made, nothing was sent
     BEFORE_APPLY = "before-apply"  # prepared, the decision has arrived

@@ -142,6 +142,7 @@ class Microbatches:
                 answer = self._answer(clock, timed.value.payload, timed.value.loss, ())
             else:
                 below, gradient = await self._gradient_from_below(entry, work, timed.value, partner, deadline_s)
+                context.faults.hit(Point.BEFORE_BACKWARD)
                 entry.is_critical = self._is_critical(entry)
                 back = await context.compute.run(
                     Kind.BACKWARD, work.microbatch, lambda: context.jobs.backward(entry, work.step, gradient)

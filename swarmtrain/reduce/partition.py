@@ -21,18 +21,26 @@ class Piece:
 def owned_elements(size: int, bytes_per_s: Sequence[float]) -> list[int]:
     """How many elements each peer owns, so that the reduction ends soonest; bandwidths of 0 mean unknown.
 
-    Uses hivemind's load balancer, which solves the linear program "minimise the slowest peer's transfer time".
+    With n peers, one that owns the share s moves 1 + (n - 2) s gradients: its own to the other owners and the sums
+    back, and s for each of the others in both ways. The slowest peer's time for that is made as short as it can be.
     """
-    if len(bytes_per_s) == 1:
-        return [size]
-    from hivemind.averaging.load_balancing import load_balance_peers  # takes a second to import
-
     known = [rate for rate in bytes_per_s if rate > 0]
     usual = sum(known) / len(known) if known else 1.0
-    rates = [rate if rate > 0 else usual for rate in bytes_per_s]
-    shares = [int(share) for share in load_balance_peers(size, tuple(rates), min_size=0)]
-    shares[shares.index(max(shares))] += size - sum(shares)
-    return shares
+    shares = _shares([rate if rate > 0 else usual for rate in bytes_per_s])
+    owned = [int(size * share) for share in shares]
+    owned[shares.index(max(shares))] += size - sum(owned)
+    return owned
+
+
+def _shares(rates: Sequence[float]) -> list[float]:
+    """Those fast enough to own anything all end at the same time t: 1 + (n - 2) s = t * rate."""
+    num_extra = len(rates) - 2
+    if num_extra <= 0:
+        return [rate / sum(rates) for rate in rates]  # what a peer moves does not depend on who owns what
+    owners = sorted(rates, reverse=True)
+    while (time := (num_extra + len(owners)) / sum(owners)) * owners[-1] <= 1:
+        owners.pop()
+    return [max(0.0, (time * rate - 1) / num_extra) for rate in rates]
 
 
 def cut(owned: Sequence[int]) -> list[Piece]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from swarmtrain.reduce.partition import PIECE_ELEMENTS, cut, owned_elements
 
@@ -27,6 +29,21 @@ def test_peers_of_equal_bandwidth_own_about_equal_parts() -> None:
 def test_a_much_slower_peer_owns_less() -> None:
     slow, *fast = owned_elements(1_000_000, [1e5, 1e7, 1e7])
     assert slow < min(fast) / 2
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.floats(1e4, 1e9), min_size=3, max_size=10))
+def test_no_linear_program_finds_a_quicker_reduction(rates: list[float]) -> None:
+    """The outside oracle: minimise t, so that 1 + (n - 2) s <= t * rate for everybody, and the shares s make up 1."""
+    size, count = 10**9, len(rates)
+    scale = max(rates)
+    limits = np.diag([count - 2.0] * count)
+    limits = np.column_stack([limits, [-rate / scale for rate in rates]])
+    whole = np.array([[1.0] * count + [0.0]])
+    best = linprog([0.0] * count + [1.0], limits, [-1.0] * count, whole, [1.0]).fun
+    owned = owned_elements(size, rates)
+    ours = max((1 + (count - 2) * part / size) / (rate / scale) for part, rate in zip(owned, rates, strict=True))
+    assert ours <= best * (1 + 1e-6)
 
 
 @settings(deadline=None, max_examples=80)

@@ -120,5 +120,28 @@ def test_newcomers_go_where_they_are_needed(place: Path, reference: References) 
         assert_equals_reference(swarm, reference(manifest))
 
 
+def test_two_newcomers_and_a_mover_at_once(place: Path, reference: References) -> None:
+    manifest = even_stages("schedule.steps=60")
+    swarm = Swarm(manifest, place, min_peers=5)
+    try:
+        swarm.start_coordinator("--min-left", "1", "--min-stay", "1", "--look-every", str(LOOK_S), "--min-gain", "0.1")
+        for stage in ("auto:0", "auto:0", "auto:0", "1", "2"):
+            swarm.start_peer(0, "--stage", stage)
+        granted = swarm.wait(None, "move_granted")
+        newcomers = [swarm.start_peer(1), swarm.start_peer(2)]
+        began_at = last_step(swarm)
+        swarm.wait_serving(*newcomers)
+        swarm.wait_until(lambda: _num_arrived(swarm) >= 1, "the mover serves its new stage")
+        assert granted["source"] == 0
+        assert last_step(swarm) > began_at, "the run stood still meanwhile"
+        swarm.wait_end()
+        assert not swarm.events("run_rolled_back")
+        waits = [event for event in swarm.events("run_waits") if event["at"] > granted["at"]]
+        assert not [event for event in waits if "has no peers" in event["reason"]]
+        assert_equals_reference(swarm, reference(manifest))
+    finally:
+        swarm.close()
+
+
 def _num_arrived(swarm: Swarm) -> int:
     return sum(peer.phases().count("serving") - 1 for peer in swarm.peers if "moving" in peer.phases())

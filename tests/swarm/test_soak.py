@@ -19,14 +19,13 @@ from .harness import Daemon, Swarm
 pytestmark = pytest.mark.swarm
 
 
-@pytest.mark.long
-@pytest.mark.timeout(500)
-def test_a_round_of_random_faults_ends_in_the_references_bits() -> None:
+@pytest.mark.timeout(600)
+def test_two_minutes_of_random_faults_end_in_the_references_bits() -> None:
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
-    manifest = preset("nano", [*SMALL, "schedule.steps=30"])
-    survived = soak(manifest, minutes=0.0, seed=seed, pause_s=(1.0, 3.0))
-    assert survived.total() > 0
+    manifest = preset("nano", [*SMALL, "schedule.steps=60"])
+    survived = soak(manifest, minutes=2.0, seed=seed, pause_s=(1.0, 3.0))
+    assert survived.total() >= 10
 
 
 def test_a_run_with_other_weights_fails_the_check(place: Path, reference: References) -> None:
