@@ -30,7 +30,7 @@ EVEN = [
     "model.num_kv_heads=2",
 ]
 MANIFEST = preset("nano", EVEN)
-SIGN = Enroll("run", 0, "serving", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "", 1)
+SIGN = Enroll("run", 0, "serving", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "", seat=1)
 RULES = MoveRules(min_left=1, min_gain=0.1)
 
 
