@@ -111,7 +111,11 @@ class Steps:
             raise context.refuse(Code.UNKNOWN, "this peer was not asked to prepare this attempt") from None
         if self._reducing is None or self._key() != wanted:
             raise context.refuse(Code.AHEAD, f"attempt {part.attempt} was given up")
-        reduction = await self._reducing.lane(Lane(part.lane))
+        try:
+            async with asyncio.timeout(REDUCE_S):  # a lane may begin when another one has ended
+                reduction = await self._reducing.lane(Lane(part.lane))
+        except TimeoutError:
+            raise context.refuse(Code.UNKNOWN, f"this attempt has no lane {part.lane}") from None
         if reduction is None:
             raise context.refuse(Code.UNKNOWN, "this attempt was given up")
         return await reduction.take(part, exchange.peer_id)

@@ -47,7 +47,7 @@ def embedding(checkpoint: Checkpoint, stage: int) -> object:
     return checkpoint.load_stage(stage)["parameter/embedding.weight"]
 
 
-@pytest.mark.parametrize("kind", ["subspace", "learned"])
+@pytest.mark.parametrize("kind", ["learned", pytest.param("subspace", marks=pytest.mark.long)])
 def test_tied_embeddings_are_synchronized_in_one_group(place: Path, reference: References, kind: str) -> None:
     """Two replicas of the first stage, one of the last; one of the two is killed on the way."""
     manifest = small("model.tie_embeddings=true", f"boundary.kind={kind}")
