@@ -105,7 +105,8 @@ async def our_reducer(options: dict[str, Any]) -> None:
         return await (await reduction_of(part.attempt)).take(part, exchange.peer_id)
 
     host, node = await our_node(options, handle)
-    share = torch.randn(options["size"], dtype=torch.float64)
+    # As a stage's sum of gradients is: on the grid of exact sums, and small.
+    share = (torch.randn(options["size"], dtype=torch.float64) * 0.01 * 2.0**44).round() * 2.0**-44
     out = torch.empty(options["size"], dtype=torch.float32)
 
     async def answer(command: dict[str, Any]) -> dict[str, Any]:
@@ -196,6 +197,10 @@ def main() -> None:
     """swarm_workers.py ROLE OPTIONS"""
     role, options = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(1)
+    if role.startswith("our_"):
+        from swarmtrain.cli.daemons import keep_freed_memory
+
+        keep_freed_memory()  # as our daemons do
     found = globals()[role]
     if asyncio.iscoroutinefunction(found):
         import uvloop

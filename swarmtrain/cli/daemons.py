@@ -20,6 +20,7 @@ from swarmtrain.observe.events import Events
 from swarmtrain.observe.logs import EventFile, daemon_log, json_lines
 
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 DIE_WITH_PARENT = "SWARMTRAIN_DIE_WITH_PARENT"
 
 
@@ -42,6 +43,7 @@ def run_daemon(
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    keep_freed_memory()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # where it hangs, for a bug report
     if os.environ.get(DIE_WITH_PARENT):
         _die_with_parent(int(os.environ[DIE_WITH_PARENT]))
@@ -74,6 +76,18 @@ def run_daemon(
         uvloop.run(main())
     except BaseExceptionGroup as group:
         raise _first_expected(group) from group
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep up to 64 MiB that were freed, instead of handing them back after every message.
+
+    Fresh memory costs a page fault per 4 KiB: a copy of a 4 MiB message took 7 times as long for it (glibc; others have
+    no such switch, and need none).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def _die_with_parent(process_id: int) -> None:

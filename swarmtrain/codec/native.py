@@ -1,4 +1,4 @@
-"""Optional machine code for quant8 and checksums: built once with the machine's own C compiler, if there is one.
+"""Optional machine code for quant8, checksums and exact shares, built once with the machine's own C compiler.
 
 Python computes the same bits (tests/codec/test_native.py): without a compiler, or with SWARMTRAIN_NATIVE=off, all
 works, only slower. What was built lies in the user's cache, named by source, compiler and processor.
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared")
 _BUILD_S = 60.0
 
+Doubles = numpy.typing.NDArray[numpy.float64]
 Floats = numpy.typing.NDArray[numpy.float32]
 Codes = numpy.typing.NDArray[numpy.uint8]
 Scales = numpy.typing.NDArray[numpy.uint16]
@@ -46,6 +47,13 @@ class Native:
         self._dequantize.argtypes, self._dequantize.restype = [pointer, size, size, pointer, pointer], None
         self._sums = library.st_sums
         self._sums.argtypes, self._sums.restype = [pointer, size, size, pointer, pointer], None
+        real = ctypes.c_double
+        self._width = library.st_width
+        self._width.argtypes, self._width.restype = [pointer, size, real], ctypes.c_int
+        self._pack = library.st_pack
+        self._pack.argtypes, self._pack.restype = [pointer, size, real, size, pointer], None
+        self._unpack = library.st_unpack
+        self._unpack.argtypes, self._unpack.restype = [pointer, size, real, size, pointer], None
 
     def quantize(self, numbers: Floats, group: int, scales: Scales, codes: Codes) -> bool:
         """Fill `scales` and `codes`; False if a number is NaN or infinite."""
@@ -59,6 +67,18 @@ class Native:
     def sums(self, words: Words, rows: Words, columns: Words) -> None:
         """Fill `rows` with the sums of the rows of `words` (rows, columns), and add up its columns in `columns`."""
         self._sums(words.ctypes.data, *words.shape, rows.ctypes.data, columns.ctypes.data)
+
+    def width(self, numbers: Doubles, step: float) -> int:
+        """Bytes that hold every one of `numbers` in steps: 5, 6 or 7; 0 if one is no whole number of steps."""
+        return int(self._width(numbers.ctypes.data, numbers.size, 1.0 / step))
+
+    def pack(self, numbers: Doubles, step: float, width: int, packed: Codes) -> None:
+        """Fill `packed` with `width` bytes per number."""
+        self._pack(numbers.ctypes.data, numbers.size, 1.0 / step, width, packed.ctypes.data)
+
+    def unpack(self, packed: Codes, step: float, width: int, numbers: Doubles) -> None:
+        """Fill `numbers`."""
+        self._unpack(packed.ctypes.data, numbers.size, step, width, numbers.ctypes.data)
 
 
 @functools.cache
@@ -79,16 +99,16 @@ def _library() -> Path:
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         raise FileNotFoundError("there is no C compiler")
-    source = (resources.files("swarmtrain.codec") / "quant8.c").read_bytes()
+    source = (resources.files("swarmtrain.codec") / "loops.c").read_bytes()
     what = b"\0".join([source, compiler.encode(), " ".join(_FLAGS).encode(), _processor()])
     directory = _cache()
-    path = directory / f"quant8-{hashlib.sha256(what).hexdigest()[:16]}.so"
+    path = directory / f"loops-{hashlib.sha256(what).hexdigest()[:16]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=directory) as work:
-            (Path(work) / "quant8.c").write_bytes(source)
-            command = [compiler, *_FLAGS, "-o", f"{work}/quant8.so", f"{work}/quant8.c"]
+            (Path(work) / "loops.c").write_bytes(source)
+            command = [compiler, *_FLAGS, "-o", f"{work}/loops.so", f"{work}/loops.c"]
             subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_S, stdin=subprocess.DEVNULL)
-            os.replace(f"{work}/quant8.so", path)
+            os.replace(f"{work}/loops.so", path)
     return path
 
 

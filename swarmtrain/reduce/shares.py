@@ -20,6 +20,7 @@ from swarmtrain.codec import CodecError, Direction, Limits, MessageContext, deco
 from swarmtrain.codec.gradient import GradientEncoder, GradientSpec
 from swarmtrain.codec.lowrank import orthonormal
 from swarmtrain.model.exact import SUM_LIMIT
+from swarmtrain.reduce.packing import WIDTHS, pack, unpack
 from swarmtrain.reduce.partition import Piece
 
 Buffer = bytes | bytearray | memoryview
@@ -66,7 +67,10 @@ class ShareFormat(Protocol):
 
 
 class ExactShares:
-    """Shares as they are, fp64 on the exact grid (or fp32); the sum is rounded to fp32 once, by its owner."""
+    """Shares as they are; the sum is rounded to fp32 once, by its owner.
+
+    On the exact grid they travel as whole numbers of 5 to 7 bytes, else as fp64 or fp32: the length tells which.
+    """
 
     def own(self, numbers: Numbers, start: int) -> Share:
         """See ShareFormat."""
@@ -74,11 +78,15 @@ class ExactShares:
 
     def pack(self, numbers: Numbers, start: int) -> Buffer:
         """See ShareFormat."""
-        view: memoryview = np.ascontiguousarray(numbers).view(np.uint8).data
+        numbers = np.ascontiguousarray(numbers)
+        packed = pack(numbers) if numbers.dtype == np.float64 else None
+        view: memoryview = (numbers.view(np.uint8) if packed is None else packed).data
         return view
 
     def unpack(self, raw: Buffer, size: int) -> Share:
         """See ShareFormat."""
+        if len(raw) in [width * size for width in WIDTHS]:
+            return Share(unpack(raw, size))
         if len(raw) not in (8 * size, 4 * size):
             raise BadShare(f"{len(raw)} bytes are no share of {size} numbers")
         numbers: Numbers = np.frombuffer(raw, dtype=np.float64 if len(raw) == 8 * size else np.float32)

@@ -80,3 +80,44 @@ void st_sums(const uint64_t *words, size_t num_rows, size_t num_columns, uint64_
         rows[r] = total;
     }
 }
+
+/* Sums on the exact grid, as whole numbers of grid steps.
+   How many bytes hold every one of them: 5, 6 or 7; 0 if one is not on the grid, not finite, or too large. */
+int st_width(const double *numbers, size_t count, double steps_per_one) {
+    double largest = 0.0;
+    int is_off = 0;
+    for (size_t i = 0; i < count; i++) {
+        double steps = numbers[i] * steps_per_one;
+        double size = steps < 0.0 ? -steps : steps;
+        is_off |= !(size <= 9007199254740992.0);
+        size = size <= 9007199254740992.0 ? size : 0.0;
+        is_off |= size != (double)(int64_t)size;
+        largest = size > largest ? size : largest;
+    }
+    if (is_off) return 0;
+    return largest < 549755813888.0 ? 5 : largest < 140737488355328.0 ? 6 : 7;
+}
+
+/* Eight bytes are moved for each number but the last: the next one covers, or the shift drops, what is too much. */
+void st_pack(const double *numbers, size_t count, double steps_per_one, size_t width, uint8_t *out) {
+    if (count == 0) return;
+    for (size_t i = 0; i + 1 < count; i++) {
+        int64_t steps = (int64_t)(numbers[i] * steps_per_one);
+        memcpy(out + i * width, &steps, 8);
+    }
+    int64_t last = (int64_t)(numbers[count - 1] * steps_per_one);
+    memcpy(out + (count - 1) * width, &last, width);
+}
+
+void st_unpack(const uint8_t *in, size_t count, double step, size_t width, double *numbers) {
+    int unused = 64 - 8 * (int)width;
+    if (count == 0) return;
+    for (size_t i = 0; i + 1 < count; i++) {
+        uint64_t bits;
+        memcpy(&bits, in + i * width, 8);
+        numbers[i] = (double)((int64_t)(bits << unused) >> unused) * step;
+    }
+    uint64_t last = 0;
+    memcpy(&last, in + (count - 1) * width, width);
+    numbers[count - 1] = (double)((int64_t)(last << unused) >> unused) * step;
+}
