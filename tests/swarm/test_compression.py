@@ -140,3 +140,26 @@ def test_sticky_codecs_train_in_a_swarm_and_survive_a_death(
     assert swarm.audit().passed
     assert keyframes_asked < 12 * 6 * 2  # differences were understood: not every message was refused
     assert abs(swarm.losses()[-1] - reference(manifest).losses[-1]) < 0.3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        ("topk50", "topk50"),
+        ("ef-topk50", "topk50-separate"),
+        ("minmax8", "bf16"),
+        ("fp16", "lowrank2-lep"),
+        ("quant8", "quant4:critical"),
+    ],
+)
+def test_codecs_of_free_routes_train_in_a_swarm_and_survive_a_death(
+    place: Path, reference: References, forward: str, backward: str
+) -> None:
+    manifest = small(f"wire.forward={forward}", f"wire.backward={backward}")
+    with Swarm(manifest, place, num_peers=3) as swarm:
+        survives(swarm, at_step=3)
+    assert swarm.audit().passed
+    assert abs(swarm.losses()[-1] - reference(manifest).losses[-1]) < 0.3
+    if (forward, backward) in (("topk50", "topk50"), ("minmax8", "bf16")):  # nothing is remembered: the same bits
+        assert swarm.losses() == reference(manifest).losses
