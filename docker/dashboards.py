@@ -234,7 +234,7 @@ PEER = Dashboard(
         ),
         Panel(
             "Compute thread",
-            [Query(rate("swarmtrain_peer_compute_seconds_total", "job", OF_PEER), "{{job}}")],
+            [Query(rate("swarmtrain_peer_compute_seconds_total", "kind", OF_PEER), "{{kind}}")],
             "Seconds per second by kind of job.",
             "none",
             stacked=True,

@@ -1,10 +1,7 @@
 // One dashboard, drawn with Grafana's own components from data that render.py has put into window.board.
 import { createRoot } from "react-dom/client";
-import {
-  createTheme, FieldType, getDisplayProcessor, ThemeContext, toDataFrame, applyFieldOverrides, FieldColorModeId,
-  getFieldDisplayValues, dateTime,
-} from "@grafana/data";
-import { BarGauge, BigValue, BigValueColorMode, BigValueGraphMode, PanelChrome, TimeSeries, TooltipDisplayMode } from "@grafana/ui";
+import { createTheme, dateTime, FieldType, getDisplayProcessor, getFieldDisplayValues, ThemeContext, toDataFrame } from "@grafana/data";
+import { BarGauge, BigValue, BigValueColorMode, BigValueGraphMode, PanelChrome, TimeSeries } from "@grafana/ui";
 
 const theme = createTheme({ colors: { mode: "dark" } });
 const { board, data, from, to } = window.board;
@@ -15,16 +12,20 @@ function name(pattern, labels) {
 }
 
 function frames(panel) { // Prometheus's answers as Grafana's data frames, with the panel's field options applied
-  const found = panel.targets.flatMap((target, i) => data[panel.id][i].map((series) => toDataFrame({
-    refId: target.refId,
-    fields: [
+  const found = panel.targets.flatMap((target, i) => data[panel.id][i].map((series) => [target, series]));
+  return found.map(([target, series], index) => {
+    const color = { mode: panel.type === "timeseries" ? "palette-classic" : "thresholds" };
+    const config = { ...panel.fieldConfig.defaults, color, displayNameFromDS: name(target.legendFormat, series.metric) };
+    const frame = toDataFrame({ refId: target.refId, fields: [
       { name: "Time", type: FieldType.time, values: series.values.map(([at]) => at * 1000), config: {} },
-      { name: "Value", type: FieldType.number, values: series.values.map(([, value]) => Number(value)), labels: series.metric,
-        config: { displayNameFromDS: name(target.legendFormat, series.metric) } },
-    ],
-  })));
-  const defaults = { color: { mode: FieldColorModeId.PaletteClassic }, ...panel.fieldConfig.defaults };
-  return applyFieldOverrides({ data: found, fieldConfig: { defaults, overrides: [] }, replaceVariables: (text) => text, theme, timeZone: "utc" });
+      { name: "Value", type: FieldType.number, values: series.values.map(([, value]) => Number(value)), labels: series.metric, config },
+    ] });
+    for (const field of frame.fields) {
+      field.state = { seriesIndex: index };
+      field.display = getDisplayProcessor({ field, theme, timeZone: "utc" });
+    }
+    return frame;
+  });
 }
 
 function Content({ panel, width, height }) {
@@ -58,6 +59,9 @@ function Board() {
   </ThemeContext.Provider>;
 }
 
+const style = document.createElement("style"); // what Grafana's own page sets for all of them
+style.textContent = "button { color: inherit; background: none; border: 0; font: inherit; padding: 0 } ::-webkit-scrollbar { display: none }";
+document.head.append(style);
 document.body.style.cssText = "background: #111217; color: #ccccdc; font-family: Inter, sans-serif; margin: 0";
 createRoot(document.getElementById("root")).render(<Board />);
 window.isDrawn = true;

@@ -54,16 +54,28 @@ def series(url: str, expr: str, began: float, ended: float) -> list[dict[str, An
     return result
 
 
+def instant(url: str, expr: str, at: float) -> list[dict[str, Any]]:
+    """What Prometheus has now, in the form of series of one value."""
+    found = series(url, expr, at, at)
+    return [{**item, "values": item["values"][-1:]} for item in found]
+
+
 def page(board: dict[str, Any], url: str, seconds: float, program: Path) -> str:
     """A page that draws one dashboard."""
     ended = time.time()
     data = {
-        panel["id"]: [series(url, target["expr"], ended - seconds, ended) for target in panel["targets"]]
+        panel["id"]: [
+            series(url, target["expr"], ended - seconds, ended)
+            if target["range"]
+            else instant(url, target["expr"], ended)
+            for target in panel["targets"]
+        ]
         for panel in board["panels"]
     }
     content = json.dumps({"board": board, "data": data, "from": ended - seconds, "to": ended}).replace("<", "\\u003c")
     scripts = f'<script>window.board = {content};</script><script src="{program.as_uri()}"></script>'
-    return f'<!doctype html><meta charset="utf-8"><body><div id="root"></div>{scripts}'
+    style = f'<link rel="stylesheet" href="{program.with_suffix(".css").as_uri()}">'
+    return f'<!doctype html><meta charset="utf-8">{style}<body><div id="root"></div>{scripts}'
 
 
 def main() -> int:
@@ -85,7 +97,11 @@ def main() -> int:
             file = arguments.cache / f"{path.stem}.html"
             file.write_text(page(board, arguments.prometheus.rstrip("/"), arguments.seconds, program))
             browser.open(file.as_uri())
-            browser.wait("window.isDrawn === true && document.querySelectorAll('canvas').length > 0", timeout_s=60)
+            try:
+                browser.wait("window.isDrawn && document.querySelectorAll('canvas').length > 0", timeout_s=60)
+            except AssertionError:
+                print(f"{path.stem} is not drawn: {browser.problems[:3]}")
+                return 1
             time.sleep(2)  # plots draw in steps, and say nothing when they are done
             empty = int(browser.evaluate("document.querySelectorAll('.nodata').length"))
             missing += empty

@@ -123,7 +123,7 @@ def peer_families(snapshot: Snapshot) -> Iterator[Metric]:
     yield counter(
         "peer_microbatch_seconds", "Time of finished microbatches by part.", *by("part", snapshot["microbatch_s"])
     )
-    yield counter("peer_compute_seconds", "Time of the compute thread by job.", *by("job", snapshot["compute_s"]))
+    yield counter("peer_compute_seconds", "Time of the compute thread by job.", *by("kind", snapshot["compute_s"]))
     yield counter("peer_recomputed", "Forwards computed again for want of memory.", ({}, snapshot["recomputed"]))
     yield counter(
         "peer_refused", "Requests that this peer refused, by code.", *by("code", bounded(snapshot["refused"]))

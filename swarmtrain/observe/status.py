@@ -32,7 +32,7 @@ MAX_RECENT = 60  # events that are kept for showing
 MAX_POINTS = 400  # of the loss curve; when it is full, every second one goes
 _QUIET = (StepTimed, StepApplied, StagePrepared, StepFollowed)  # every step has them: no news
 _PRIVATE = ("path", "checkpoint")  # where files are on the operator's machine is not for the page
-_STARTING = ("identity", "network", "invite", "manifest", "fit", "resume", "page", "metrics")
+_STARTING = ("identity", "stage", "network", "invite", "manifest", "fit", "resume", "page", "metrics")
 
 
 @dataclass(frozen=True, slots=True)

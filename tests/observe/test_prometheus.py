@@ -289,6 +289,7 @@ def test_the_metrics_of_real_daemons_are_well_formed_and_exactly_those_of_the_pa
         done = promtool("check", "metrics", text=text)
         assert done.returncode == 0, done.stdout + done.stderr
         found |= set(re.findall(r"^(swarmtrain_[a-z_]+)", text, re.MULTILINE))
+        assert not re.search(r"[{,](job|instance)=", text)  # Prometheus's own: it would rename ours
     assert found == known_metrics()
 
 
