@@ -240,7 +240,9 @@ PEER = Dashboard(
             stacked=True,
         ),
         Panel(
-            "Refused", [Query(rate("swarmtrain_peer_refused_total", "code", OF_PEER), "{{code}}")], "Requests, by code."
+            "Refused",
+            [Query(f"topk(5, {rate('swarmtrain_peer_refused_total', 'code', OF_PEER)})", "{{code}}")],
+            "Requests, by code.",
         ),
         Panel(
             "Memory",
@@ -354,11 +356,13 @@ WIRE = Dashboard(
         ),
         Panel(
             "Calls that went elsewhere",
-            [Query(rate("swarmtrain_calls_rerouted_total", "cause"), "{{cause}}")],
+            [Query(f"topk(5, {rate('swarmtrain_calls_rerouted_total', 'cause')})", "{{cause}}")],
             "By cause; busy is normal.",
         ),
         Panel(
-            "Refused by the coordinator", [Query(rate("swarmtrain_run_refused_total", "code"), "{{code}}")], "By code."
+            "Refused by the coordinator",
+            [Query(f"topk(5, {rate('swarmtrain_run_refused_total', 'code')})", "{{code}}")],
+            "By code.",
         ),
         Panel(
             "Protocol violations",

@@ -40,6 +40,7 @@ function Content({ panel, width, height }) {
   if (panel.type === "bargauge")
     return <div>{values.map((item, i) => <BarGauge key={i} theme={theme} width={width} height={Math.min(36, height / values.length)}
       orientation="horizontal" display={item.display} value={item.display} field={item.field} displayMode="gradient" itemSpacing={8} />)}</div>;
+  if (values.length === 1) values[0].display.title = undefined;
   const each = width / values.length;
   return <div style={{ display: "flex" }}>{values.map((item, i) => <BigValue key={i} theme={theme} width={each} height={height}
     value={item.display} sparkline={item.sparkline} colorMode={BigValueColorMode.Value} graphMode={BigValueGraphMode.Area} />)}</div>;
@@ -60,7 +61,7 @@ function Board() {
 }
 
 const style = document.createElement("style"); // what Grafana's own page sets for all of them
-style.textContent = "button { color: inherit; background: none; border: 0; font: inherit; padding: 0 } ::-webkit-scrollbar { display: none }";
+style.textContent = "button { color: inherit; background: none; border: 0; font: inherit; padding: 0 } * { scrollbar-width: none }";
 document.head.append(style);
 document.body.style.cssText = "background: #111217; color: #ccccdc; font-family: Inter, sans-serif; margin: 0";
 createRoot(document.getElementById("root")).render(<Board />);
