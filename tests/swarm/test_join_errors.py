@@ -140,7 +140,7 @@ def test_status_says_why_nothing_goes_on_and_what_to_do(swarm: Swarm) -> None:
     assert "stage 3: nobody" in text
     assert f"swarmtrain join {swarm.invite()}" in text
     for peer in swarm.peers:
-        assert f"stage {peer.stage}, serving" in text
+        assert f"stage {peer.stage}, idle since" in text
 
 
 def test_status_as_json_has_every_daemon_of_this_machine(swarm: Swarm) -> None:
