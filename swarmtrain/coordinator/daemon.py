@@ -131,7 +131,7 @@ class CoordinatorDaemon:
                 finally:
                     for helper in helpers:
                         helper.cancel()
-            await self._say_goodbye()
+            await self._say_goodbye(directory, host)
             await self.context.close()
 
     def _open(self, stack: contextlib.AsyncExitStack) -> None:
@@ -257,12 +257,17 @@ class CoordinatorDaemon:
 
     async def _announce(self, directory: Directory, host: Host) -> None:
         while True:
-            value = {"t": self.context.term, "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
-            try:
-                await directory.announce(COORDINATOR_TOPIC, value, RECORD_LIFE_S, signer=self._key.sign)
-            except SwarmtrainError as error:
-                log.warning("cannot announce the coordinator: %s", error)
+            await self._announce_once(directory, host)
             await asyncio.sleep(ANNOUNCE_S)
+
+    async def _announce_once(self, directory: Directory, host: Host) -> None:
+        value = {"t": self.context.term, "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
+        if self.context.is_over:
+            value["over"] = True
+        try:
+            await directory.announce(COORDINATOR_TOPIC, value, RECORD_LIFE_S, signer=self._key.sign)
+        except SwarmtrainError as error:
+            log.warning("cannot announce the coordinator: %s", error)
 
     async def _watch_rivals(self, directory: Directory) -> None:
         """A coordinator that was replaced ends."""
@@ -299,9 +304,11 @@ class CoordinatorDaemon:
                 item.cancel()
             await asyncio.gather(task, stopping, return_exceptions=True)
 
-    async def _say_goodbye(self) -> None:
+    async def _say_goodbye(self, directory: Directory, host: Host) -> None:
+        """Tell everybody that the run is complete; who cannot be reached now finds it in the directory."""
         if not self.context.is_over:
             return
+        await self._announce_once(directory, host)
         message = Leave(self.context.run_id, self.context.term, "the run is complete")
 
         async def tell(peer_id: str) -> None:

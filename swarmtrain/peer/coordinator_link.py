@@ -43,6 +43,7 @@ class CoordinatorLink:
         self.peer_id: str | None = None
         self.term = 0
         self.rules = MoveRules()  # how the run rebalances, as its coordinator announces it
+        self.is_over = False  # the run is complete, and its coordinator may be gone
         self.wants_look = False
         self.on_doubt: Callable[[], None] = lambda: None
         self._doubting = asyncio.Lock()
@@ -98,6 +99,7 @@ class CoordinatorLink:
             if value["t"] >= self.term:
                 self.term, self.peer_id = value["t"], peer_id
                 self.rules = MoveRules.from_value(value.get("m")) or self.rules
+                self.is_over = value.get("over") is True
                 addresses = value.get("a")
                 if isinstance(addresses, list):
                     self._host.learn([text for text in addresses[:16] if isinstance(text, str)], of=peer_id)

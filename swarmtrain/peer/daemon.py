@@ -336,6 +336,8 @@ class PeerDaemon:
                 log.info("the coordinator does not answer: %s", error)
                 if await link.look() and link.peer_id is not None:
                     context.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
+                if link.is_over:
+                    self.leave("the run is complete")
             await self._pause(ENROLL_S if context.state is not PeerState.SYNCING else ENROLL_S / 4)
 
     async def _show_life(self, coordinator: str, context: PeerContext) -> None:
