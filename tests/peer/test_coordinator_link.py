@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, cast
 
 from net.memory_hosts import MemoryNetwork
+
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.net.directory import Directory, DirectoryOptions
 from swarmtrain.net.identity import RunKey
