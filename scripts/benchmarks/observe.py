@@ -1,8 +1,8 @@
 """What does it cost to be seen?
 
-share of the wall-clock, share of the processor time: a real swarm on this machine, every peer's metrics scraped once a
-second. Each daemon counts the processor time that it spends on events, status and metrics; a ratio is that over all
-time, or over all its processor time, of one peer in one window of some seconds.
+share of the wall-clock, share of the processor time: a real swarm on this machine, every peer's metrics scraped every
+five seconds, as the compose file does it. Each daemon counts the processor time that it spends on events, status and
+metrics; a ratio is that over all time, or over all its processor time, of one peer in one window of some seconds.
 time split on / off: a forward and backward of one stage, with and without the notes that the time split takes of a
 microbatch; processor time of one thread.
 """
@@ -36,7 +36,7 @@ def scrape(url: str) -> tuple[float, ...]:
     return (time.monotonic(), *(found[name] for name in NAMES))
 
 
-async def watch_swarm(seconds: float, window_s: float) -> tuple[list[float], list[float]]:
+async def watch_swarm(seconds: float, window_s: float, every_s: float) -> tuple[list[float], list[float]]:
     """(shares of the wall-clock, shares of the processor time), one per peer and window."""
     urls: list[str] = []
     stepped = asyncio.Event()
@@ -58,8 +58,8 @@ async def watch_swarm(seconds: float, window_s: float) -> tuple[list[float], lis
             before = [await asyncio.to_thread(scrape, url) for url in urls]
             ends_at = time.monotonic() + seconds
             while time.monotonic() < ends_at:
-                for _ in range(round(window_s)):
-                    await asyncio.sleep(1.0)
+                for _ in range(max(1, round(window_s / every_s))):
+                    await asyncio.sleep(every_s)
                     after = [await asyncio.to_thread(scrape, url) for url in urls]
                 for old, new in zip(before, after, strict=True):
                     wall.append((new[1] - old[1]) / (new[0] - old[0]))
@@ -81,7 +81,7 @@ def microbatch(watched: bool) -> Callable[[], None]:
     split = TimeSplit()
 
     def work() -> None:
-        for _ in range(4):
+        for _ in range(2):
             if watched:  # forward and backward: queued, taken, ended; one call of the next stage
                 for _ in range(2):
                     split.begin(Part.QUEUE)
@@ -99,10 +99,11 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--seconds", type=float, default=60.0, help="how long the swarm is watched")
     options.add_argument("--window", type=float, default=5.0)
+    options.add_argument("--every", type=float, default=5.0, help="seconds between two scrapes of a peer")
     options.add_argument("--rounds", type=int, default=15)
     arguments = options.parse_args()
     torch.set_num_threads(1)
-    wall, processor = asyncio.run(watch_swarm(arguments.seconds, arguments.window))
+    wall, processor = asyncio.run(watch_swarm(arguments.seconds, arguments.window, arguments.every))
     contestants = {"on": microbatch(True), "off": microbatch(False)}
     seconds = take_turns(contestants, arguments.rounds, time.process_time)
     figures = [
@@ -110,7 +111,7 @@ def main() -> None:
         figure("share of a peer's processor time", processor, 0.01, at_least=False),
         figure("time split: speed on / off", speed_ratios(seconds, "on", "off"), 0.99),
     ]
-    note = f"{len(wall)} windows of {arguments.window:g} s, metrics scraped once a second"
+    note = f"{len(wall)} windows of {arguments.window:g} s, metrics scraped every {arguments.every:g} s"
     report(figures, as_json=arguments.json, notes=[note])
 
 
