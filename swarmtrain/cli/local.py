@@ -127,8 +127,9 @@ class _Text:
             count, stage = event["microbatches"], event["stage"]
             self._line(f"step {event['step']}: {count} microbatches replayed for stage {stage}")
         elif kind in ("run_waits", "run_rolled_back", "prepare_failed", "peer_diverged", "checkpoint_failed"):
-            details = {key: value for key, value in event.items() if key not in ("event", "at", "from")}
-            self._line(f"{kind.replace('_', ' ')}: {details}")
+            details = [f"{key} {value}" for key, value in event.items() if key not in ("event", "at", "from", "reason")]
+            details += [event["reason"]] if event.get("reason") else []
+            self._line(f"{kind.replace('_', ' ')}: {', '.join(details)}")
 
     def _step(self, event: dict[str, Any]) -> None:
         left = (self.num_steps - event["step"]) * event["tokens"] / event["step"] / event["tokens_per_s"]
