@@ -97,7 +97,8 @@ def test_the_answer_is_a_copy() -> None:
     sender, receiver = link("ef21-quant4"), Decoder()
     first = receiver.decode(sender.encode(numbers("gaussian", SHAPE, 1), context()).payload, context()).tensor
     first.zero_()
-    receiver.decode(sender.encode(numbers("gaussian", SHAPE, 2), context()).payload, context())
+    second = receiver.decode(sender.encode(numbers("gaussian", SHAPE, 2), context()).payload, context()).tensor
+    assert same_bits(second, sender._links["b"].numbers)  # what was done to the first answer is not in it
 
 
 def test_each_receiver_has_its_own_link_and_old_ones_are_forgotten() -> None:
