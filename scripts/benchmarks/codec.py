@@ -15,7 +15,7 @@ from common import figure, parser, report, speed_ratios, take_turns
 from hivemind.compression import CompressionInfo, Uniform8BitQuantization
 
 from swarmtrain.codec import Direction, MessageContext, decode, make_encoder, parse_spec
-from swarmtrain.codec.native import native
+from swarmtrain.native import native
 
 CONTEXT = MessageContext(0, Direction.FORWARD)
 DEFAULT = "quant8"

@@ -35,8 +35,8 @@ import torch
 
 from swarmtrain.codec.api import Buffer, Limits
 from swarmtrain.codec.errors import CodecError, CorruptPayload, UnknownCodec
-from swarmtrain.codec.native import native
 from swarmtrain.codec.tensors import DTYPES
+from swarmtrain.native import native
 
 MAGIC = b"STc1"
 VERSION = 1

@@ -19,11 +19,11 @@ import torch
 
 from swarmtrain.codec.api import Aux, Direction, Encoded, Encoder, MessageContext
 from swarmtrain.codec.errors import CorruptPayload, NonFiniteTensor
-from swarmtrain.codec.native import native
 from swarmtrain.codec.packing import pack_codes, packed_bytes, unpack_codes
 from swarmtrain.codec.payload import Header, header_bytes, seal
 from swarmtrain.codec.spec import MAX_GROUP, QUANT_BITS, QuantSpec
 from swarmtrain.codec.tensors import Bytes, check_finite
+from swarmtrain.native import native
 
 CODEC_ID = 2
 _PARAMETERS = struct.Struct("<BH")  # bits, group

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 
 from swarmtrain.net.counters import Direction
 from swarmtrain.net.limiter import Ticket, TokenBucket
 from swarmtrain.net.outgoing import OutboundMessage
+from swarmtrain.wire.checksum import crc32
 from swarmtrain.wire.frames import LINK_WINDOW_BYTES, MAX_CHUNK_BYTES, FrameType, Start, pack_header, pack_start
 from swarmtrain.wire.limits import Priority
 
@@ -224,7 +224,7 @@ class OutboundQueue:
         num_bytes = min(self._chunk_bytes, self._allowance, message.num_left, message.credit - message.position)
         pieces = message.take(num_bytes)
         for piece in pieces:
-            message.crc = zlib.crc32(piece, message.crc)
+            message.crc = crc32(piece, message.crc)
         self._num_chunks += 1
         head = start + pack_header(FrameType.CHUNK, message.call_id, num_bytes, message.crc)
         traffic = self._counters.kind(message.encoded.kind)

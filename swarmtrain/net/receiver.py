@@ -10,6 +10,7 @@ import zlib
 from typing import Protocol
 
 from swarmtrain.net.errors import ProtocolViolation, Violation
+from swarmtrain.wire.checksum import crc32
 from swarmtrain.wire.errors import BadFrame, WrongVersion
 from swarmtrain.wire.frames import HEADER_BYTES, BadMagic, FrameHeader, FrameType, parse_header
 
@@ -61,7 +62,7 @@ class FrameReader:
         if self.stopped:
             return
         if self._chunk is not None:
-            self._fill_target(self._target[self._target_filled : self._target_filled + num_bytes])
+            self._target_received(num_bytes)
             return
         self._num_filled += num_bytes
         start = 0
@@ -115,18 +116,17 @@ class FrameReader:
         self._chunk = header
         if present:
             self._target[:present] = self._scratch[payload_start : payload_start + present]
-            self._fill_target(self._target[:present])
+            self._target_received(present)
 
-    def _fill_target(self, arrived: memoryview) -> None:
+    def _target_received(self, num_bytes: int) -> None:
         header = self._chunk
         assert header is not None
-        # Incrementally, while the bytes are still in the processor's cache.
-        self._crc = zlib.crc32(arrived, self._crc)
-        self._target_filled += len(arrived)
+        self._target_filled += num_bytes
         if self._target_filled < header.length:
             return
+        crc = crc32(self._target, self._crc)  # a chunk is short enough to be in the processor's cache still
         self._chunk = None
         self._target = self._scratch[:0]
-        if self._crc != header.crc:
+        if crc != header.crc:
             raise ProtocolViolation(Violation.BAD_CHECKSUM, "a chunk is damaged, missing or out of order")
-        self._sink.chunk_complete(header.call_id, header.length, self._crc)
+        self._sink.chunk_complete(header.call_id, header.length, crc)

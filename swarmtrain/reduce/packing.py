@@ -6,19 +6,47 @@ that way, below 8 into 6, all others into 7; fp64 takes 8. Nothing is lost, so n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from swarmtrain.codec.native import native
 from swarmtrain.model.exact import GRID_EXPONENT
+from swarmtrain.native import Added, native
 
 WIDTHS = (5, 6, 7)
 _STEP = 2.0**GRID_EXPONENT
-_LIMITS = {5: 2.0**39, 6: 2.0**47, 7: 2.0**53}
+
+_STEPS_LIMIT = 2**53
+MAX_SHARES = 128  # of up to 2**55 steps: their sum fits into 64 bits
 
 Doubles = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float32]
+Steps = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Numbers on the grid as bytes. Any bytes are numbers."""
+
+    raw: npt.NDArray[np.uint8]
+    width: int
+
+    @property
+    def size(self) -> int:
+        """How many numbers they are."""
+        return self.raw.size // self.width
+
+    def numbers(self) -> Doubles:
+        """As fp64."""
+        loops = native()
+        if loops is None:
+            return _steps_of(self).astype(np.float64) * _STEP
+        numbers = np.empty(self.size)
+        loops.unpack(self.raw, _STEP, self.width, numbers)
+        return numbers
 
 
 def pack(numbers: Doubles) -> npt.NDArray[np.uint8] | None:
@@ -26,41 +54,70 @@ def pack(numbers: Doubles) -> npt.NDArray[np.uint8] | None:
     loops = native()
     if loops is None:
         return _pack(numbers)
-    width = loops.width(numbers, _STEP)
-    if not width:
-        return None
-    packed = np.empty(width * numbers.size, dtype=np.uint8)
-    loops.pack(numbers, _STEP, width, packed)
-    return packed
+    width, needed = 0, WIDTHS[0]
+    packed = np.empty(0, dtype=np.uint8)
+    while needed > width:  # nearly always once: it stops where the first number does not fit
+        width = needed
+        packed = np.empty(width * numbers.size, dtype=np.uint8)
+        needed = loops.pack(numbers, _STEP, width, packed)
+    return packed if needed else None
 
 
-def unpack(raw: Any, size: int) -> Doubles:
-    """What was packed; the length says how. Any bytes give finite numbers on the grid."""
-    packed = np.frombuffer(raw, dtype=np.uint8)
-    width = packed.size // size
-    assert width in WIDTHS
-    assert packed.size == width * size
+def packed_share(raw: Any, size: int) -> Packed | None:
+    """The bytes of a share of `size` numbers, if that is what their length says."""
+    for width in WIDTHS:
+        if len(raw) == width * size:
+            return Packed(np.frombuffer(raw, dtype=np.uint8), width)
+    return None
+
+
+def rounded_sum(shares: Sequence[Packed | Doubles]) -> Floats | None:
+    """The exact sum, rounded to fp32 once; NaN where it has left the exact range. None if a share is off the grid."""
+    assert len(shares) <= MAX_SHARES
     loops = native()
     if loops is None:
-        return _unpack(packed, size, width)
-    numbers = np.empty(size)
-    loops.unpack(packed, _STEP, width, numbers)
-    return numbers
+        return _rounded_sum(shares)
+    total = np.empty(shares[0].size, dtype=np.float32)
+    arrays = [(s.width, s.raw) if isinstance(s, Packed) else (8, np.ascontiguousarray(s)) for s in shares]
+    how = loops.add(arrays, _STEP, total)
+    if how is Added.OVER:
+        total[:] = np.nan
+    return total if how is not Added.OFF_GRID else None
 
 
 def _pack(numbers: Doubles) -> npt.NDArray[np.uint8] | None:
-    with np.errstate(over="ignore", invalid="ignore"):
-        steps = numbers * (1.0 / _STEP)
-        largest = float(np.max(np.abs(steps), initial=0.0))
-    if not largest <= _LIMITS[7] or bool((steps != np.trunc(steps)).any()):
+    steps = _whole_steps(numbers)
+    if steps is None:
         return None
-    width = 5 if largest < _LIMITS[5] else 6 if largest < _LIMITS[6] else 7
+    largest = int(np.max(np.abs(steps), initial=0))
+    width = 5 if largest < 2**39 else 6 if largest < 2**47 else 7
     wide = steps.astype("<i8").view(np.uint8).reshape(-1, 8)
     return np.ascontiguousarray(wide[:, :width]).reshape(-1)
 
 
-def _unpack(packed: npt.NDArray[np.uint8], size: int, width: int) -> Doubles:
-    wide = np.zeros((size, 8), dtype=np.uint8)
-    wide[:, 8 - width :] = packed.reshape(size, width)
-    steps = wide.reshape(-1).view("<i8") >> (64 - 8 * width)  # the sign goes with it
-    return steps.astype(np.float64) * _STEP
+def _rounded_sum(shares: Sequence[Packed | Doubles]) -> Floats | None:
+    total = np.zeros(shares[0].size, dtype=np.int64)
+    for share in shares:
+        steps = _steps_of(share) if isinstance(share, Packed) else _whole_steps(share)
+        if steps is None:
+            return None
+        total += steps
+    if total.size and max(-int(total.min()), int(total.max())) > _STEPS_LIMIT:
+        return np.full(total.size, np.nan, dtype=np.float32)
+    return (total.astype(np.float64) * _STEP).astype(np.float32)
+
+
+def _whole_steps(numbers: Doubles) -> Steps | None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        steps = numbers * (1.0 / _STEP)
+        largest = float(np.max(np.abs(steps), initial=0.0))
+    if not largest <= _STEPS_LIMIT or bool((steps != np.trunc(steps)).any()):
+        return None
+    return steps.astype(np.int64)
+
+
+def _steps_of(share: Packed) -> Steps:
+    wide = np.zeros((share.size, 8), dtype=np.uint8)
+    wide[:, 8 - share.width :] = share.raw.reshape(share.size, share.width)
+    steps: Steps = wide.reshape(-1).view("<i8") >> (64 - 8 * share.width)  # the sign goes with it
+    return steps

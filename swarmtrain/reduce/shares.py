@@ -20,7 +20,7 @@ from swarmtrain.codec import CodecError, Direction, Limits, MessageContext, deco
 from swarmtrain.codec.gradient import GradientEncoder, GradientSpec
 from swarmtrain.codec.lowrank import orthonormal
 from swarmtrain.model.exact import SUM_LIMIT
-from swarmtrain.reduce.packing import WIDTHS, pack, unpack
+from swarmtrain.reduce.packing import MAX_SHARES, Packed, pack, packed_share, rounded_sum
 from swarmtrain.reduce.partition import Piece
 
 Buffer = bytes | bytearray | memoryview
@@ -38,7 +38,7 @@ class BadShare(ValueError):
 class Share:
     """One contributor's numbers of a piece, and its bytes where the answer repeats them."""
 
-    numbers: Numbers
+    numbers: Numbers | Packed
     raw: bytes = b""
 
     @staticmethod
@@ -85,8 +85,9 @@ class ExactShares:
 
     def unpack(self, raw: Buffer, size: int) -> Share:
         """See ShareFormat."""
-        if len(raw) in [width * size for width in WIDTHS]:
-            return Share(unpack(raw, size))
+        packed = packed_share(raw, size)
+        if packed is not None:
+            return Share(packed)
         if len(raw) not in (8 * size, 4 * size):
             raise BadShare(f"{len(raw)} bytes are no share of {size} numbers")
         numbers: Numbers = np.frombuffer(raw, dtype=np.float64 if len(raw) == 8 * size else np.float32)
@@ -96,7 +97,10 @@ class ExactShares:
 
     def answer(self, shares: Sequence[Share], piece: Piece) -> Buffer:
         """See ShareFormat."""
-        return added(shares).astype("<f4").tobytes()
+        exact = [s.numbers for s in shares if isinstance(s.numbers, Packed) or s.numbers.dtype == np.float64]
+        total = rounded_sum(exact) if len(exact) == len(shares) <= MAX_SHARES else None
+        view: memoryview = (added(shares).astype("<f4") if total is None else total).view(np.uint8).data
+        return view
 
     def result(self, raw: Buffer, size: int) -> Numbers:
         """See ShareFormat."""
@@ -161,9 +165,10 @@ class CodedShares:
 
 def added(shares: Sequence[Share]) -> Numbers:
     """The sum in roster order, in fp64 where a share is; NaN where exact sums have left their range."""
-    total = np.zeros(shares[0].numbers.size, dtype=np.result_type(*[share.numbers.dtype for share in shares]))
-    for share in shares:
-        total += share.numbers
+    numbers = [s.numbers.numbers() if isinstance(s.numbers, Packed) else s.numbers for s in shares]
+    total = np.zeros(numbers[0].size, dtype=np.result_type(*[share.dtype for share in numbers]))
+    for share in numbers:
+        total += share
     if total.dtype == np.float64 and total.size and max(-total.min(), total.max()) > SUM_LIMIT:
         total[:] = np.nan  # no longer exact: the step's norm will say that training diverged
     return total

@@ -1,7 +1,8 @@
 """Optional machine code for quant8, checksums and exact shares, built once with the machine's own C compiler.
 
-Python computes the same bits (tests/codec/test_native.py): without a compiler, or with SWARMTRAIN_NATIVE=off, all
-works, only slower. What was built lies in the user's cache, named by source, compiler and processor.
+Python computes the same bits: without a compiler, or with SWARMTRAIN_NATIVE=off, all works, only slower (tests:
+codec/test_native_codecs.py, reduce/test_packing.py, wire/test_checksum.py). What was built lies in the user's cache,
+named by source, compiler and processor.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from enum import IntEnum
 from importlib import resources
 from pathlib import Path
 
@@ -36,6 +39,14 @@ Scales = numpy.typing.NDArray[numpy.uint16]
 Words = numpy.typing.NDArray[numpy.uint64]
 
 
+class Added(IntEnum):
+    """How an addition of shares went."""
+
+    EXACT = 0
+    OFF_GRID = 1  # a double was no whole number of steps: the total means nothing
+    OVER = 2  # a sum has left the exact range
+
+
 class Native:
     """The loops. Arrays are contiguous; `group` divides the number of numbers."""
 
@@ -48,12 +59,14 @@ class Native:
         self._sums = library.st_sums
         self._sums.argtypes, self._sums.restype = [pointer, size, size, pointer, pointer], None
         real = ctypes.c_double
-        self._width = library.st_width
-        self._width.argtypes, self._width.restype = [pointer, size, real], ctypes.c_int
         self._pack = library.st_pack
-        self._pack.argtypes, self._pack.restype = [pointer, size, real, size, pointer], None
+        self._pack.argtypes, self._pack.restype = [pointer, size, real, size, pointer], ctypes.c_int
+        self._add = library.st_add
+        self._add.argtypes, self._add.restype = [pointer, pointer, size, size, real, pointer], ctypes.c_int
         self._unpack = library.st_unpack
         self._unpack.argtypes, self._unpack.restype = [pointer, size, real, size, pointer], None
+        self._crc32 = library.st_crc32
+        self._crc32.argtypes, self._crc32.restype = [pointer, size, pointer], ctypes.c_int
 
     def quantize(self, numbers: Floats, group: int, scales: Scales, codes: Codes) -> bool:
         """Fill `scales` and `codes`; False if a number is NaN or infinite."""
@@ -68,17 +81,27 @@ class Native:
         """Fill `rows` with the sums of the rows of `words` (rows, columns), and add up its columns in `columns`."""
         self._sums(words.ctypes.data, *words.shape, rows.ctypes.data, columns.ctypes.data)
 
-    def width(self, numbers: Doubles, step: float) -> int:
-        """Bytes that hold every one of `numbers` in steps: 5, 6 or 7; 0 if one is no whole number of steps."""
-        return int(self._width(numbers.ctypes.data, numbers.size, 1.0 / step))
+    def pack(self, numbers: Doubles, step: float, width: int, packed: Codes) -> int:
+        """Fill `packed` with `width` bytes per number; returns how many bytes the largest number needs.
 
-    def pack(self, numbers: Doubles, step: float, width: int, packed: Codes) -> None:
-        """Fill `packed` with `width` bytes per number."""
-        self._pack(numbers.ctypes.data, numbers.size, 1.0 / step, width, packed.ctypes.data)
+        0 if one is no whole number of steps. What is in `packed` counts only if it is between 1 and `width`.
+        """
+        return int(self._pack(numbers.ctypes.data, numbers.size, 1.0 / step, width, packed.ctypes.data))
+
+    def add(self, shares: Sequence[tuple[int, Codes | Doubles]], step: float, total: Floats) -> Added:
+        """Fill `total` with the sum of shares of (bytes per number, packed) or (8, doubles), rounded once."""
+        pointers = (ctypes.c_void_p * len(shares))(*[array.ctypes.data for _, array in shares])
+        widths = (ctypes.c_size_t * len(shares))(*[width for width, _ in shares])
+        return Added(self._add(pointers, widths, len(shares), total.size, step, total.ctypes.data))
 
     def unpack(self, packed: Codes, step: float, width: int, numbers: Doubles) -> None:
         """Fill `numbers`."""
         self._unpack(packed.ctypes.data, numbers.size, step, width, numbers.ctypes.data)
+
+    def crc32(self, data: Codes, crc: int) -> int | None:
+        """zlib's crc32 of a multiple of 16 bytes, at least 64; None if this processor has no fast way."""
+        found = ctypes.c_uint32(crc)
+        return found.value if self._crc32(data.ctypes.data, data.size, ctypes.byref(found)) else None
 
 
 @functools.cache
@@ -99,7 +122,7 @@ def _library() -> Path:
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         raise FileNotFoundError("there is no C compiler")
-    source = (resources.files("swarmtrain.codec") / "loops.c").read_bytes()
+    source = (resources.files("swarmtrain.native") / "loops.c").read_bytes()
     what = b"\0".join([source, compiler.encode(), " ".join(_FLAGS).encode(), _processor()])
     directory = _cache()
     path = directory / f"loops-{hashlib.sha256(what).hexdigest()[:16]}.so"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from swarmtrain.codec import payload, quant
 from swarmtrain.codec.errors import NonFiniteTensor
-from swarmtrain.codec.native import native
+from swarmtrain.native import native
 
 from .generators import KINDS, numbers
 
@@ -24,7 +24,7 @@ needs_native = pytest.mark.skipif(native() is None, reason="there is no C compil
 ENCODE = """
 import hashlib, torch
 from swarmtrain.codec import Direction, MessageContext, decode, make_encoder, parse_spec
-from swarmtrain.codec.native import native
+from swarmtrain.native import native
 context = MessageContext(0, Direction.FORWARD)
 tensor = torch.randn(70, 1024, generator=torch.Generator().manual_seed(5))
 encoded = make_encoder(parse_spec("quant8"), boundary=0, direction=Direction.FORWARD).encode(tensor, context).payload
