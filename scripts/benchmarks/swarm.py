@@ -36,6 +36,8 @@ from swarmtrain.run.presets import preset
 WORKERS = Path(__file__).with_name("swarm_workers.py")
 IMPORTS = "import torch, hivemind, swarmtrain.peer.daemon; import psutil; print(psutil.Process().memory_info().rss)"
 
+SETTLE_S = 1.0  # what one side still has to put away must not fall into the other's turn
+
 
 class Worker:
     """A process of swarm_workers.py. Those that are still there at the end are ended by `close_all`."""
@@ -215,7 +217,9 @@ def bench_reduction(folder: Path, rounds: int, size: int, num_peers: int) -> lis
     for number in range(-1, rounds):
         progress(f"reduction, round {number + 1} of {rounds}")
         own = together(ours, peers=peers, attempt=number + 1)
+        time.sleep(SETTLE_S)
         other = together(theirs)
+        time.sleep(SETTLE_S)
         assert len({answer["sum"] for answer in own}) == 1
         if number >= 0 and all(answer["ok"] for answer in other):
             ratios.append(max(a["seconds"] for a in other) / max(a["seconds"] for a in own))

@@ -25,7 +25,7 @@ class LinkOptions:
 
     heartbeat_s: float = 2.0
     missed_heartbeats: int = 3  # a peer is dead after this many intervals without a byte from it
-    chunk_bytes: int = 128 << 10  # an urgent message waits for at most one chunk: 50 ms at 20 Mbit/s
+    chunk_bytes: int = 128 << 10  # an urgent message waits for at most one chunk: 50 ms at 20 Mbit/s; see fit_chunks
     outbound_bytes: int = 64 * MIB  # per priority; above it, calls wait before they queue their request
     inbound_bytes: int = 512 * MIB  # of requests and, separately, of answers that are being received or handled
     max_inbound_calls: int = 256  # at once; further requests are answered BUSY

@@ -264,6 +264,8 @@ class Link:
         self._call_ended.set()
 
     def _tick(self, now: float) -> None:
+        if (rate := self.meter.up.bytes_per_s) is not None:
+            self._core.queue.fit_chunks(rate)
         try:
             self._callee.check_stalled(now)
             self._caller.check_abandoned()

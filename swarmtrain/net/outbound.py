@@ -21,6 +21,8 @@ from swarmtrain.wire.limits import Priority
 
 _JOIN_BYTES = 8 << 10  # pieces up to here are joined: one write costs more than one small copy
 LOW_SHARE = 16
+_CHUNK_S = 0.005  # what a larger chunk may take of the wire's time
+_MOST_CHUNKS_IN_ONE = 4
 _FEWEST_CHUNK_BYTES = 1024  # what is left of a grant is not used for chunks smaller than this
 
 
@@ -39,7 +41,7 @@ class OutboundQueue:
         self._write = write
         self._counters = counters
         self._bucket = bucket
-        self._chunk_bytes = min(chunk_bytes, MAX_CHUNK_BYTES)
+        self._least_chunk_bytes = self._chunk_bytes = min(chunk_bytes, MAX_CHUNK_BYTES)
         self._limit_bytes = limit_bytes
         self._messages: dict[Priority, deque[OutboundMessage]] = {priority: deque() for priority in Priority}
         self._windows = {True: LINK_WINDOW_BYTES, False: LINK_WINDOW_BYTES}  # by "is a request"
@@ -79,6 +81,11 @@ class OutboundQueue:
         self._messages[priority].append(message)
         self._queued_bytes[priority] += message.num_left
         self.pump()
+
+    def fit_chunks(self, bytes_per_s: float) -> None:
+        """Larger chunks on a fast wire, where every one costs more time here than there."""
+        fitting = max(self._least_chunk_bytes, int(_CHUNK_S * bytes_per_s))
+        self._chunk_bytes = min(fitting, _MOST_CHUNKS_IN_ONE * self._least_chunk_bytes, MAX_CHUNK_BYTES)
 
     def stalled_s(self) -> float:
         """For how long the stream has taken nothing although something waits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import tracemalloc
 
 import pytest
@@ -85,6 +86,24 @@ def test_a_download_goes_on_while_more_urgent_messages_always_wait() -> None:
         assert await download == State(0, data)
         boundary_bytes = left.traffic.sent.kind("tensor").body_bytes
         assert boundary_bytes > 5 * len(data), "the urgent messages got most of the wire meanwhile"
+        await close_both(left, right)
+
+    run(main())
+
+
+@pytest.mark.parametrize(("bytes_per_s", "chunk"), [(1e5, 16 << 10), (5e6, 25_000), (1e9, 64 << 10)])
+def test_chunks_fit_the_wire(bytes_per_s: float, chunk: int) -> None:
+    """A chunk is as long as the wire takes 5 ms for, within one to four times the least."""
+
+    async def main() -> None:
+        left, right = make_links(options=LinkOptions(heartbeat_s=0.05, chunk_bytes=16 << 10))
+        left.meter.up.set_prior(bytes_per_s)
+        await asyncio.sleep(0.15)  # a heartbeat
+        data = pattern(640_000)
+        before = left.traffic.sent.kind("state").frame_bytes
+        assert await left.call(State(1, data), deadline_s=50) == State(1, data)
+        heads = left.traffic.sent.kind("state").frame_bytes - before
+        assert heads // frames.HEADER_BYTES == pytest.approx(math.ceil(len(data) / chunk), abs=2)
         await close_both(left, right)
 
     run(main())
