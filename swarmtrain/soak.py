@@ -70,6 +70,7 @@ class Tormentor:
         self._rng, self._pause_s = rng, pause_s
         self.counts: Counter[str] = Counter()
         self._step_applied = asyncio.Event()
+        self._has_begun = False
         self._stopped: set[asyncio.Task[None]] = set()
 
     async def torment(self, swarm: LocalSwarm) -> None:
@@ -104,12 +105,18 @@ class Tormentor:
     def note(self, event: dict[str, Any]) -> None:
         """An event of the swarm."""
         if event["event"] == "step_applied":
+            self._has_begun = True
             self._step_applied.set()
 
     async def _tend(self, swarm: LocalSwarm) -> None:
-        """A peer that starts while the coordinator is away ends with an error: its stage must not stay empty."""
+        """A peer that starts while the coordinator is away ends with an error: its stage must not stay empty.
+
+        And until the first step the run waits for as many peers as it was started with.
+        """
+        needed = 1 if self._has_begun else swarm.options.num_peers // NUM_STAGES
         for stage in range(NUM_STAGES):
-            if not any(peer.stage == stage and _lives(peer) for peer in swarm.peers):
+            living = sum(peer.stage == stage and _lives(peer) for peer in swarm.peers)
+            for _ in range(living, needed):
                 swarm.peers.append(await swarm.start_peer(stage))
 
     def _victim(self, swarm: LocalSwarm) -> Child | None:
