@@ -48,11 +48,9 @@ class FinishTimePolicy:
             if best is not None and position == best.position:
                 continue
             candidate = self.candidate(position, num_bytes, now)
-            offer = self._table.snapshot.offers[position]
-            known = self.estimate(offer.peer_id)
             # A short queue may hide work that will come back for its second pass: what the peer holds counts as well.
-            load_s = known.load_now_s(offer, now)
-            score = candidate.predicted_s + load_s + self._clamped_lead(known, candidate.service_s)
+            load_s = candidate.known.load_now_s(self._table.snapshot.offers[position], now)
+            score = candidate.predicted_s + load_s + self._clamped_lead(candidate.known, candidate.service_s)
             if best is None or score < best_score:
                 best, best_score = candidate, score
         return best
@@ -74,20 +72,20 @@ class FinishTimePolicy:
         offer = self._table.snapshot.offers[position]
         # A newcomer's clock starts when it is first looked at: however slow it seems, its turn comes.
         known = self.estimate(offer.peer_id)
-        wire_s = (known.backlog_bytes + num_bytes) / self._goodput(offer, known)
+        goodput = known.goodput or self._prior(offer)
+        wire_s = (known.backlog_bytes + num_bytes) / goodput
         half_rtt_s = 0.5 * (known.rtt_s or self._options.default_rtt_s)
         predicted_s = wire_s + half_rtt_s + known.queue_now_s(offer, now) + known.forward_now_s(offer) + known.stall_s
-        return Candidate(position, predicted_s, self._service_s(offer, known, num_bytes))
+        return Candidate(position, predicted_s, self._service_s(offer, known, num_bytes), known)
 
     def charge(self, candidate: Candidate) -> None:
         """Virtual time is the mean of all clocks, weighted by rate: one pick advances it by that peer's share of it."""
-        snapshot = self._table.snapshot
-        known = self.estimate(snapshot.offers[candidate.position].peer_id)
+        known = candidate.known
         # A clock far behind (long banned, long queue) must not cause a burst, one far ahead must not starve its peer.
         lead = self._clamped_lead(known, candidate.service_s) + candidate.service_s
         known.clock = self._virtual_time + lead
         self._usual_prediction_s = moved(self._usual_prediction_s, candidate.predicted_s, 0.1)
-        self._virtual_time += lead * min(1.0, 1.0 / (candidate.service_s * snapshot.total_rate))
+        self._virtual_time += lead * min(1.0, 1.0 / (candidate.service_s * self._table.snapshot.total_rate))
 
     def estimate(self, peer_id: str) -> PeerEstimate:
         """A newcomer's clock starts at the virtual time."""
@@ -110,10 +108,8 @@ class FinishTimePolicy:
         """Keep track of the best link; it is forgotten slowly, since the own uplink may have become slower for all."""
         self._best_goodput = max(known.goodput, self._best_goodput * (1.0 - BEST_LINK_FORGETTING))
 
-    def _goodput(self, offer: Offer, known: PeerEstimate | None) -> float:
-        """Measured, else the prior: the slower of my uplink and its downlink, much less when relayed."""
-        if known is not None and known.goodput:
-            return known.goodput
+    def _prior(self, offer: Offer) -> float:
+        """Of a link that was not measured yet: the slower of my uplink and its downlink, much less when relayed."""
         prior = min(self._prior_goodput, offer.down_rate)
         return prior * self._options.relay_factor if offer.relayed else prior
 
@@ -133,15 +129,17 @@ class FinishTimePolicy:
         What all links have in common is the own uplink, which says nothing about the peer: only the time above that of
         the best link counts. A round trip occupies nobody and is not charged at all.
         """
-        goodput = self._goodput(offer, known)
+        goodput = (known.goodput if known is not None else 0.0) or self._prior(offer)
         path_s = num_bytes / goodput - num_bytes / (self._best_goodput or goodput)
-        if known is None:
-            return max(offer.announced_s, path_s)
-        measured_s = known.compute_now_s(offer)
-        # The announced time may be a link's and not the processor's; then a fast processor does not lower it.
-        if offer.link_bound and offer.announced_s > measured_s:
-            measured_s = offer.announced_s
-        return max(measured_s, path_s, known.stall_s)
+        service_s = offer.announced_s
+        if known is not None:
+            measured_s = known.compute_now_s(offer)
+            # The announced time may be a link's and not the processor's; then a fast processor does not lower it.
+            if not offer.link_bound or measured_s > service_s:
+                service_s = measured_s
+            if known.stall_s > service_s:
+                service_s = known.stall_s
+        return path_s if path_s > service_s else service_s
 
     def _draw(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> int | None:
         """One usable position, with a probability proportional to its service rate for this sender.

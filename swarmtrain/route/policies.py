@@ -35,6 +35,7 @@ class Candidate(NamedTuple):
     position: int
     predicted_s: float  # until the forward of work sent now would be done
     service_s: float  # how long the work occupies the peer or the path to it
+    known: PeerEstimate
 
 
 class Policy(Protocol):

@@ -40,15 +40,13 @@ class SwarmLatencyPolicy:
 
     def candidate(self, position: int, num_bytes: float, now: float) -> Candidate:
         """The mean latency stands for both times; nothing finer is known."""
-        known = self._table.estimates.get(self._table.snapshot.offers[position].peer_id)
-        seconds = INITIAL_LATENCY_S
-        if known is not None and known.latency_weight:
-            seconds = known.latency_s / known.latency_weight
-        return Candidate(position, seconds, seconds)
+        known = self.estimate(self._table.snapshot.offers[position].peer_id)
+        seconds = known.latency_s / known.latency_weight if known.latency_weight else INITIAL_LATENCY_S
+        return Candidate(position, seconds, seconds, known)
 
     def charge(self, candidate: Candidate) -> None:
         """Advance by the mean latency."""
-        self.estimate(self._table.snapshot.offers[candidate.position].peer_id).clock += candidate.service_s
+        candidate.known.clock += candidate.service_s
 
     def estimate(self, peer_id: str) -> PeerEstimate:
         """A newcomer enters at the current minimum."""
