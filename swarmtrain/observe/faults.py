@@ -3,6 +3,8 @@
     SWARMTRAIN_FAULTS="after-forward:3:kill,state-chunk:1:corrupt"  swarmtrain join ... --enable-test-faults
 
 Without the flag the variable has no effect. Each fault happens once.
+
+    SWARMTRAIN_PACE="0.1:0.2"  ...    a slower machine: every forward takes at least 0.1 s, every backward 0.2 s
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from enum import StrEnum
 from swarmtrain.errors import UsageError
 
 VARIABLE = "SWARMTRAIN_FAULTS"
+PACE_VARIABLE = "SWARMTRAIN_PACE"
+MAX_PACE_S = 60.0
 
 
 class Point(StrEnum):
@@ -59,14 +63,16 @@ class Faults:
     armed: list[_Armed] = field(default_factory=list)
     is_enabled: bool = False  # whether the flag was given
     cut: Callable[[], None] | None = None  # breaks all links; set by the daemon
+    pace_s: tuple[float, float] = (0.0, 0.0)  # what a forward and a backward take at least
 
     @classmethod
     def from_environment(cls, *, enabled: bool, environment: Mapping[str, str] = os.environ) -> Faults:
         """What the variable says, if the flag was given. UsageError for a text that is no list of faults."""
+        if not enabled:
+            return cls()
         text = environment.get(VARIABLE, "")
-        if not enabled or not text:
-            return cls(is_enabled=enabled)
-        return cls([_parse(part.strip()) for part in text.split(",")], is_enabled=True)
+        armed = [_parse(part.strip()) for part in text.split(",")] if text else []
+        return cls(armed, is_enabled=True, pace_s=_parse_pace(environment.get(PACE_VARIABLE, "0:0")))
 
     def hit(self, point: Point) -> Action | None:
         """A point is reached. Kills, stops and cuts happen here; the caller does what else is returned."""
@@ -108,3 +114,13 @@ def _parse(text: str) -> _Armed:
     if fault.countdown < 1:
         raise UsageError(f"{VARIABLE}: the count in {text!r:.80} begins at 1")
     return fault
+
+
+def _parse_pace(text: str) -> tuple[float, float]:
+    try:
+        forward_s, backward_s = map(float, text.split(":"))
+    except ValueError:
+        forward_s = backward_s = -1.0
+    if not (0.0 <= forward_s <= MAX_PACE_S and 0.0 <= backward_s <= MAX_PACE_S):  # also for NaN
+        raise UsageError(f"{PACE_VARIABLE}: {text!r:.80} is not FORWARD:BACKWARD in seconds, up to {MAX_PACE_S:g} each")
+    return forward_s, backward_s

@@ -269,7 +269,8 @@ class PeerDaemon:
     ) -> PeerContext:
         options = self.options
         torch.set_num_threads(options.threads)
-        compute = ComputeThread()
+        forward_s, backward_s = options.faults.pace_s
+        compute = ComputeThread(at_least_s={Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s})
         stack.push_async_callback(compute.stop)
         built = await compute.run(
             Kind.STEP, -1, lambda: StageWorker(StageState(manifest, options.stage, device=options.device))

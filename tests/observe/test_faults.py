@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarmtrain.errors import UsageError
-from swarmtrain.observe.faults import VARIABLE, Action, Faults, Point, damaged
+from swarmtrain.observe.faults import PACE_VARIABLE, VARIABLE, Action, Faults, Point, damaged
 
 
 def armed(text: str, *, enabled: bool = True) -> Faults:
@@ -46,3 +46,12 @@ def test_a_text_that_is_no_fault_is_an_error_that_names_it(text: str) -> None:
 def test_damage_changes_exactly_one_bit() -> None:
     assert damaged(b"\0\0\0") == b"\0\1\0"
     assert damaged(b"") == b""
+
+
+def test_a_pace_needs_the_flag_and_two_numbers() -> None:
+    pace = {PACE_VARIABLE: "0.1:0.25"}
+    assert Faults.from_environment(enabled=True, environment=pace).pace_s == (0.1, 0.25)
+    assert Faults.from_environment(enabled=False, environment=pace).pace_s == (0.0, 0.0)
+    for bad in ("", "1", "1:2:3", "-1:0", "nan:0", "1e9:0", "a:b"):
+        with pytest.raises(UsageError, match="FORWARD:BACKWARD"):
+            Faults.from_environment(enabled=True, environment={PACE_VARIABLE: bad})

@@ -125,3 +125,15 @@ def test_stopping_drops_what_waits_and_takes_nothing_more() -> None:
 
     with_thread(main)
     assert ran == []
+
+
+def test_a_slower_machine_takes_its_time_for_the_named_kinds_only() -> None:
+    async def main() -> None:
+        compute = ComputeThread(at_least_s={Kind.FORWARD: 0.05})
+        try:
+            assert (await compute.run(Kind.FORWARD, 0, lambda: 7)).run_s >= 0.05
+            assert (await compute.run(Kind.BACKWARD, 0, lambda: 7)).run_s < 0.05
+        finally:
+            await compute.stop()
+
+    asyncio.run(main())
