@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
+from swarmtrain.route.views import LinkView
 from swarmtrain.route.window import InFlightWindow, WindowOptions
 from swarmtrain.sim.directory import Directory, stage_bytes
 from swarmtrain.sim.engine import Engine
@@ -286,12 +287,12 @@ class Pipeline:
         caller = microbatch.route[stage - 1] if stage else None
         if caller is not None and caller.router is not None and caller.stage == stage - 1:
             share = 1.0 / 3.0 if stage == self.last else 1.0
+            caller.router.update_link(peer.peer_id, self._link(caller, peer))
             caller.router.succeeded(
                 peer.peer_id,
                 wire_s=job.arrived_at - job.sent_at,
                 queue_s=began_at - job.arrived_at,
                 compute_s=(now - began_at) * share,
-                num_bytes=self.num_bytes,
                 load_s=peer.load_s(self.scenario.costs[stage]),
                 now=now,
             )
@@ -302,6 +303,15 @@ class Pipeline:
                 microbatch.sent_at = now
             microbatch.exclude = frozenset()
             self._send(microbatch, stage + 1, peer)
+
+    def _link(self, source: SimPeer, target: SimPeer) -> LinkView:
+        """What the meter says: the receiver times a message from its first byte on, without the wait before it."""
+        return LinkView(
+            goodput_bytes_per_s=min(source.up_rate, target.down_rate),
+            rtt_s=2.0 * (source.latency_s + target.latency_s + self.scenario.backbone_latency_s),
+            backlog_bytes=int(max(0.0, source.up_free - self.engine.now) * source.up_rate),
+            samples=1,
+        )
 
     # -- backward
 
