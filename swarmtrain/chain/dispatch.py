@@ -141,6 +141,7 @@ class Dispatcher:
         def progress(item: Message) -> None:
             if isinstance(item, Progress):
                 watch.seen(item)
+                router.observed(peer_id, load_s=item.load_s)
                 for hop in item.hops:
                     hints[hop.stage] = hop
                 if on_progress is not None:
@@ -180,6 +181,7 @@ class Dispatcher:
             queue_s=done.queue_s,
             compute_s=done.forward_s,
             backward_s=done.backward_s or None,
+            load_s=done.load_s,
         )
 
 

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmtrain.errors import SwarmtrainError
+from swarmtrain.model.workload import workload_of
 from swarmtrain.net.directory import Directory, Record
 from swarmtrain.net.host import Host
 from swarmtrain.net.node import Node
 from swarmtrain.net.waiting import wait_event
+from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import LinkView, PeerView
+from swarmtrain.run.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -95,12 +98,19 @@ class Neighbours:
     """The peers of `stage`, and the router that chooses among them. `start` keeps both fresh until `close`."""
 
     def __init__(
-        self, stage: int, host: Host, node: Node, directory: Directory, *, policy: str = "finish-time"
+        self,
+        stage: int,
+        host: Host,
+        node: Node,
+        directory: Directory,
+        *,
+        policy: str = "finish-time",
+        options: RouterOptions | None = None,
     ) -> None:
         self.stage = stage
         self._host, self._node, self._directory = host, node, directory
         loop = asyncio.get_running_loop()
-        self.router = Router(policy, clock=loop.time, rng=random.Random(f"{host.peer_id}:{stage}"))
+        self.router = Router(policy, clock=loop.time, rng=random.Random(f"{host.peer_id}:{stage}"), options=options)
         self._wall_offset_s = time.time() - loop.time()  # records expire by the wall clock, the router knows the loop's
         self._task: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
@@ -181,6 +191,19 @@ class Neighbours:
             self._incarnations = incarnations
             self._changed.set()
         self.records = records
+
+
+def router_options(manifest: Manifest, stage: int, up_bytes_per_s: float = 0.0) -> RouterOptions:
+    """For callers of `stage`: what a peer of it receives and sends per microbatch, and the caller's own uplink.
+
+    A peer whose announced uplink cannot carry that as fast as it computes is rated by its link. How long a lossy
+    codec's messages are is not known beforehand; then only what is measured counts.
+    """
+    wire = manifest.wire
+    num_neighbours = (stage > 0) + (stage < manifest.stages.count - 1)
+    is_plain = wire.forward == wire.backward == "fp32"
+    num_bytes = num_neighbours * workload_of(manifest).boundary_bytes if is_plain else 0.0
+    return RouterOptions(my_up_bytes_per_s=up_bytes_per_s, bytes_in=num_bytes, bytes_out=num_bytes)
 
 
 def _seconds(value: object) -> float:

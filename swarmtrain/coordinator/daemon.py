@@ -17,7 +17,7 @@ from typing import Any
 
 from swarmtrain.boundary import codec_pair
 from swarmtrain.chain.dispatch import Dispatcher
-from swarmtrain.chain.neighbours import Neighbours
+from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.coordinator.admission import StageBook
@@ -179,7 +179,8 @@ class CoordinatorDaemon:
 
     def _build(self, stack: contextlib.AsyncExitStack, host: Host, node: Node, directory: Directory) -> None:
         manifest = self.options.manifest
-        neighbours = Neighbours(0, host, node, directory, policy=self.options.route)
+        routing = router_options(manifest, 0)
+        neighbours = Neighbours(0, host, node, directory, policy=self.options.route, options=routing)
         neighbours.start()
         stack.push_async_callback(neighbours.close)
         self.context = RunContext(

@@ -20,7 +20,7 @@ import torch
 
 from swarmtrain import __version__
 from swarmtrain.chain.dispatch import Dispatcher
-from swarmtrain.chain.neighbours import RECORD_LIFE_S, Neighbours, PeerRecord, stage_topic
+from swarmtrain.chain.neighbours import RECORD_LIFE_S, Neighbours, PeerRecord, router_options, stage_topic
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
@@ -277,7 +277,9 @@ class PeerDaemon:
         )
         dispatcher: Dispatcher | None = None
         if options.stage < manifest.stages.count - 1:
-            neighbours = Neighbours(options.stage + 1, host, node, directory, policy=options.route)
+            below = options.stage + 1
+            routing = router_options(manifest, below, options.max_up_bytes_per_s)
+            neighbours = Neighbours(below, host, node, directory, policy=options.route, options=routing)
             neighbours.start()
             stack.push_async_callback(neighbours.close)
             dispatcher = Dispatcher(node, neighbours)

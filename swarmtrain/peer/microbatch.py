@@ -296,7 +296,7 @@ class Microbatches:
         context = self._context
         for hop in hops:
             entry.hops[hop.stage] = hop
-        item = Progress(Phase.FORWARDED, (context.hop, *entry.hops.values()), 0.0, 0.0)
+        item = Progress(Phase.FORWARDED, (context.hop, *entry.hops.values()), 0.0, 0.0, self._load_s())
         for exchange in self._listeners.get(entry.microbatch, ()):
             exchange.progress(item)
 
@@ -308,7 +308,14 @@ class Microbatches:
             forward_s=clock.forward_s,
             backward_s=clock.backward_s,
             gradient=payload,
+            load_s=self._load_s(),
         )
+
+    def _load_s(self) -> float:
+        """Both passes of everything that is not answered yet."""
+        times = self._context.compute.times
+        both_s = times.typical_s(Kind.FORWARD) + times.typical_s(Kind.BACKWARD)
+        return both_s * sum(entry.answer is None for entry in self._context.ledger)
 
     def _as_refusal(self, error: BaseException) -> BaseException:
         if isinstance(error, BadTensor):

@@ -89,6 +89,7 @@ class Done(Message):
     forward_s: Seconds
     backward_s: Seconds
     gradient: Annotated[Blob, MaxLength(256 * MIB)]  # empty for stage 0 and for validation
+    load_s: Seconds = 0.0  # both passes of everything that the callee holds now
 
 
 class Phase(StrEnum):
@@ -107,6 +108,7 @@ class Progress(Message):
     hops: Hops  # everybody further down who has taken the microbatch, as far as known
     queue_s: Seconds
     forward_s: Seconds
+    load_s: Seconds = 0.0  # both passes of everything that the callee holds now
 
 
 @message(kind="replay", priority=Priority.CONTROL)
