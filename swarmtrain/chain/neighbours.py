@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 FRESH_S = 3.0  # how often the directory is read while the stage has peers
 EAGER_S = 0.5  # and while it has none
 RECORD_LIFE_S = 50.0
+MAX_AMOUNT = 1e15  # of milliseconds, seconds, bytes per second
+MAX_COUNT = 1 << 53  # of steps, and seats, which begin at the clock's milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +74,20 @@ class PeerRecord:
         try:
             return cls(
                 state=_text(value["s"], 16),
-                step=int(value["t"]),
+                step=_count(value["t"]),
                 incarnation=_text(value["i"], 32),
-                forward_ms=float(value["f"]),
-                backward_ms=float(value["b"]),
-                queue_ms=float(value["q"]),
-                up_bytes_per_s=float(value["u"]),
-                relayed=bool(value["r"]),
-                addresses=tuple(_text(address, 256) for address in value["a"][:16]),
-                pinned=bool(value["p"]),
-                seat=int(value["v"]),
-                served_s=_seconds(value["n"]),
-                download_s=_seconds(value["d"]),
+                forward_ms=_amount(value["f"]),
+                backward_ms=_amount(value["b"]),
+                queue_ms=_amount(value["q"]),
+                up_bytes_per_s=_amount(value["u"]),
+                relayed=_flag(value["r"]),
+                addresses=tuple(_text(address, 256) for address in _sequence(value["a"])[:16]),
+                pinned=_flag(value["p"]),
+                seat=_count(value["v"]),
+                served_s=_amount(value["n"]),
+                download_s=_amount(value["d"]),
             )
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (KeyError, ValueError):
             return None
 
 
@@ -206,10 +208,29 @@ def router_options(manifest: Manifest, stage: int, up_bytes_per_s: float = 0.0) 
     return RouterOptions(my_up_bytes_per_s=up_bytes_per_s, bytes_in=num_bytes, bytes_out=num_bytes)
 
 
-def _seconds(value: object) -> float:
-    if not isinstance(value, int | float) or not 0.0 <= value < 1e9:
-        raise ValueError("not a length of time")
+def _amount(value: object) -> float:
+    """A duration or a rate. Not-a-number compares as neither faster nor slower: the router must never see it."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < MAX_AMOUNT:
+        raise ValueError("not an amount")
     return float(value)
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_COUNT:
+        raise ValueError("not a count")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("neither yes nor no")
+    return value
+
+
+def _sequence(value: object) -> Sequence[object]:
+    if not isinstance(value, list | tuple):
+        raise ValueError("not a list")
+    return value
 
 
 def _text(value: object, limit: int) -> str:

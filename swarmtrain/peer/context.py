@@ -160,11 +160,16 @@ class PeerContext:
             raise self.refuse(Code.OLD_TERM, f"term {term} is over; the coordinator's term is {self.term}")
 
     async def reach_step(self, step: int, *, timeout_s: float) -> None:
-        """Return when `step` is the current one. The next step is waited for a while; others are refused."""
+        """Return when `step` is the current one. The next step is waited for a while; others are refused.
+
+        A peer that is still fetching its state, or begins to, is not waited for: it is behind, for who knows how long.
+        """
         if step == self.step + 1 or (step == self.step and self.is_applying):
             try:
                 async with asyncio.timeout(timeout_s), self.step_changed:
-                    await self.step_changed.wait_for(lambda: self.step >= step and not self.is_applying)
+                    await self.step_changed.wait_for(
+                        lambda: (self.step >= step and not self.is_applying) or self.state is PeerState.SYNCING
+                    )
             except TimeoutError:
                 pass
         if step > self.step or (step == self.step and self.is_applying):

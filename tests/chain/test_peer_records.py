@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +30,7 @@ def test_a_field_that_is_missing_or_of_another_kind_voids_the_record() -> None:
         without = {name: item for name, item in value.items() if name != key}
         assert PeerRecord.from_value(without) is None, key
     wrong: list[tuple[str, Any]] = [("s", 1), ("s", "x" * 17), ("t", "x"), ("i", None), ("f", []), ("a", 5), ("a", [5])]
+    wrong += [("t", True), ("t", 1.0), ("v", -1), ("v", 1 << 64), ("r", 1), ("p", "no"), ("a", "abc")]
     for key, item in wrong:
         assert PeerRecord.from_value({**value, key: item}) is None, (key, item)
 
@@ -43,7 +47,28 @@ def test_any_value_is_read_or_ignored(value: object) -> None:
     assert PeerRecord.from_value(value) is None or isinstance(value, dict)
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.sampled_from(sorted(RECORD.as_value())), JSON)
-def test_any_value_of_a_field_is_read_or_ignored(key: str, item: object) -> None:
-    PeerRecord.from_value({**RECORD.as_value(), key: item})
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from(sorted(RECORD.as_value())), JSON | st.floats(0, 1e6) | st.integers(0, 10**6))
+def test_any_value_of_a_field_is_read_as_it_is_or_voids_the_record(key: str, item: object) -> None:
+    value = {**RECORD.as_value(), key: item}
+    found = PeerRecord.from_value(value)
+    if found is None:
+        assert PeerRecord.from_value(RECORD.as_value()) is not None  # it was this field
+        return
+    for field in fields(PeerRecord):
+        read, announced = getattr(found, field.name), getattr(RECORD, field.name)
+        assert type(read) is type(announced), field.name
+        if isinstance(read, int | float):
+            assert 0 <= read < math.inf, field.name
+    unchanged = {name: each for name, each in found.as_value().items() if name != key}
+    assert unchanged == {name: each for name, each in RECORD.as_value().items() if name != key}
+    if isinstance(item, float):
+        assert found.as_value()[key] == pytest.approx(item, abs=0.5)
+    else:
+        assert found.as_value()[key] == item
+
+
+@pytest.mark.parametrize("key", ["f", "b", "q", "u", "n", "d"])
+@pytest.mark.parametrize("item", [math.nan, math.inf, -math.inf, -1.0, "1", True, None, 10**400])
+def test_a_time_or_rate_that_is_none_voids_the_record(key: str, item: object) -> None:
+    assert PeerRecord.from_value({**RECORD.as_value(), key: item}) is None

@@ -123,7 +123,19 @@ def test_a_newcomer_with_the_shared_factor_and_no_error_fits_in() -> None:
             one.commit()
     newcomer = PowerSGDState.fresh(SHAPES, RANK)
     newcomer.right = dict(states[0].right)
-    reduce_once([*states, newcomer], [gradients_of(peer, 3) for peer in range(3)])
+    everybody = [*states, newcomer]
+    shared, carried = dict(states[0].right), [dict(state.error) for state in everybody]
+    gradients = [gradients_of(peer, 3) for peer in range(3)]
+    result, rounds = reduce_once(everybody, gradients)
+    for name, reduced in result.items():
+        parts = [g[name].reshape(e[name].shape) + e[name] for g, e in zip(gradients, carried, strict=True)]
+        wanted = torch.stack(parts).sum(dim=0)
+        left = orthonormal_left({name: wanted @ shared[name]})[name]  # as if one peer had it all
+        assert squared(reduced - left @ (left.T @ wanted)) <= 1e-9 * squared(wanted)
+    for one in rounds:
+        one.commit()
+    for state in everybody[1:]:
+        assert all(same_bits(state.right[name], states[0].right[name]) for name in state.right)
 
 
 def test_warm_factors_approach_the_best_rank() -> None:

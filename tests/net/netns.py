@@ -82,6 +82,21 @@ class Lab:
         """Pull a namespace's cable out of the switch, or put it back in."""
         _run("ip", "-n", self.switch, "link", "set", f"to-{name}", "up" if in_ else "down")
 
+    def cut_one_way(self, source: str, target: str) -> None:
+        """From now on nothing of `source` reaches `target`; the other direction stays open. Both are counted."""
+        for here, there, verdict in ((source, target, ()), (target, source, ("-j", "DROP"))):
+            _run(*self.enter(here), "iptables", "-I", "INPUT", "1", "-s", self.address(there), *verdict)
+
+    def mend(self, source: str, target: str) -> None:
+        """Undo `cut_one_way`."""
+        for name in (source, target):
+            _run(*self.enter(name), "iptables", "-D", "INPUT", "1")
+
+    def counted_packets(self, name: str) -> int:
+        """Packets that the rule of `cut_one_way` in this namespace has dropped, or let pass, since the cut."""
+        command = [*self.enter(name), "iptables", "-nvxL", "INPUT", "1"]
+        return int(subprocess.run(command, capture_output=True, timeout=20, check=True).stdout.split()[0])
+
     async def probe(self, name: str, host: str, port: int) -> None:
         """Make a TCP connection from within a namespace; raises OSError."""
         connection = await asyncio.to_thread(_socket_in, self.names[name])

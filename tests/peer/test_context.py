@@ -119,6 +119,19 @@ def test_work_of_the_next_step_waits_for_this_ones_end_and_other_steps_are_refus
     run(main())
 
 
+def test_work_does_not_wait_at_a_peer_that_begins_to_fetch_its_state() -> None:
+    async def main() -> None:
+        peer, _ = make()
+        waiting = asyncio.create_task(code_of(peer.reach_step(1, timeout_s=3600)))
+        await asyncio.sleep(0)
+        peer.become(PeerState.SYNCING)
+        await peer.enter_step(0)  # as it drops its ledger
+        assert await waiting == Code.BEHIND
+        assert await code_of(peer.reach_step(1, timeout_s=3600)) == Code.BEHIND
+
+    run(main())
+
+
 def test_a_state_changes_only_along_the_arrows() -> None:
     async def main() -> None:
         peer, _ = make()
