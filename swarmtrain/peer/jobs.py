@@ -237,6 +237,12 @@ class StageJobs:
         """The digest of the current state."""
         return self.worker.state.digest()
 
+    def damage_state(self) -> None:
+        """Another weight than the other replicas have, as from bad memory. For tests of what follows."""
+        weights = self.worker.state.buffers[0]
+        with torch.no_grad():
+            weights[len(weights) // 2] += 1.0
+
     def forget(self, microbatch: int) -> None:
         """Drop what is kept for a microbatch that came to nothing."""
         for memory in (self._passes, self._masks_in, self._masks_out):
