@@ -355,6 +355,12 @@ WIRE = Dashboard(
             "none",
         ),
         Panel(
+            "Codec error",
+            [Query("max by (direction) (swarmtrain_peer_codec_error_ratio)", "{{direction}}")],
+            "What the codec loses of a boundary tensor, by norm; of every 64th. 0 for fp32.",
+            "percentunit",
+        ),
+        Panel(
             "Calls that went elsewhere",
             [Query(f"topk(5, {rate('swarmtrain_calls_rerouted_total', 'cause')})", "{{cause}}")],
             "By cause; busy is normal.",

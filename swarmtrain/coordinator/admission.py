@@ -50,7 +50,7 @@ def judge(
     """
     if is_over:
         return Answer(Verdict.LEAVE, "the run is complete")
-    if member.must_sync and member.state == "serving":
+    if member.must_sync:
         return Answer(Verdict.WAIT, "it has missed something that the others have")
     if has_state(member, step, book):
         return Answer(Verdict.SERVE, "")

@@ -17,12 +17,13 @@ from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.prepare import PreparedStage
 from swarmtrain.net.errors import CallRefused, NetError
 from swarmtrain.observe.events import PeerDiverged
-from swarmtrain.wire.messages import Applied, Apply, Code, Prepared
+from swarmtrain.wire.messages import Acknowledged, Applied, Apply, Code, Prepared, Resync
 
 log = logging.getLogger(__name__)
 
 APPLY_S = 120.0
 APPLY_GRACE_S = 3.0  # how long slower replicas are waited for once every stage has one that applied
+RESYNC_S = 5.0
 SNAPSHOT_PATIENCE_S = 60.0  # how long newcomers wait for one who is fetching an older snapshot
 NUM_KEEPERS = 2  # peers of a stage that keep a copy of the state for a checkpoint
 MAX_BASIS_DONORS = 8
@@ -86,7 +87,7 @@ class Applies:
         await asyncio.wait(tasks, timeout=APPLY_GRACE_S)
         await context.wait_for(lambda: all(self._answers))
         answers = [dict(found) for found in self._answers]
-        digests = tuple(self._majority(stage, decision.step, found) for stage, found in enumerate(answers))
+        digests = tuple([await self._majority(stage, decision.step, found) for stage, found in enumerate(answers)])
         held = tuple(tuple(peer for peer in kept if peer in answers[stage]) for stage, kept in enumerate(keepers))
         self._enter_next(decision.step + 1, digests, held, snapshot_due)
         return StepResult(decision, digests, held)
@@ -168,11 +169,27 @@ class Applies:
         last = self._context.members.of_stage(len(self._context.stages) - 1, *_HOLDS_STATE)
         return tuple(member.peer_id for member in last)[:MAX_BASIS_DONORS]
 
-    def _majority(self, stage: int, step: int, answers: dict[str, Applied]) -> str:
-        """The digest that most replicas have; the others do not serve until they have fetched the state again."""
+    async def _majority(self, stage: int, step: int, answers: dict[str, Applied]) -> str:
+        """The digest that most replicas have. The others are lost until they have fetched the state again."""
         digests = [answer.state_digest for answer in answers.values()]
         majority = max(sorted(set(digests)), key=digests.count)
-        for peer_id, answer in answers.items():
-            if answer.state_digest != majority:
-                self._context.events.emit(PeerDiverged(peer_id, stage, step))
+        others = [peer_id for peer_id, answer in answers.items() if answer.state_digest != majority]
+        await asyncio.gather(*(self._diverged(peer_id, stage, step) for peer_id in others))
         return majority
+
+    async def _diverged(self, peer_id: str, stage: int, step: int) -> None:
+        """Nothing of the next step may go through this peer: what it computes would be in other stages' gradients.
+
+        Who does not answer is told at its next sign of life.
+        """
+        context, reason = self._context, "its state differs from the others'"
+        context.events.emit(PeerDiverged(peer_id, stage, step))
+        member = context.members.get(peer_id)
+        if member is None:
+            return
+        await context.lose(member, reason, must_sync=True)
+        try:
+            request = Resync(context.run_id, context.term, reason)
+            await context.node.call(peer_id, request, deadline_s=RESYNC_S, expect=Acknowledged)
+        except NetError as error:
+            log.info("%s was not told that its state differs: %s", peer_id[-8:], error)

@@ -44,7 +44,7 @@ class Enrolment:
         if context.books is not None and sign.state == "syncing":
             context.books.lose(member.stage, member.key)  # it has dropped its ledger
         self._tell_decision(member)
-        if sign.state == "serving" and (former is None or former.state != "serving"):
+        if member.state == "serving" and (former is None or former.state != "serving"):
             context.events.emit(PeerJoined(member.peer_id, member.stage, member.step))
         answer = judge(
             member,

@@ -53,6 +53,7 @@ class Members:
         is_same = former is not None and (former.incarnation, former.stage) == (sign.incarnation, sign.stage)
         if sign.state != "serving":
             self._useless.pop((peer_id, sign.incarnation), None)
+        must_sync = (peer_id, sign.incarnation) in self._useless
         is_waiting = sign.state == "syncing"  # only those who wait for a state listen
         step, digest = sign.step, sign.state_digest
         if former is not None and is_same and former.state == sign.state == "serving" and former.step > step:
@@ -61,7 +62,7 @@ class Members:
             peer_id=peer_id,
             incarnation=sign.incarnation,
             stage=sign.stage,
-            state=sign.state,
+            state="unknown" if must_sync else sign.state,  # it says that it serves, and does not know better
             step=step,
             state_digest=digest,
             up_bytes_per_s=sign.up_bytes_per_s,
@@ -73,7 +74,7 @@ class Members:
             listening_from=former.listening_from if former is not None and is_same and is_waiting else None,
             metrics=sign.metrics if METRICS_ADDRESS.fullmatch(sign.metrics) else "",
             spent=sign.spent,
-            must_sync=(peer_id, sign.incarnation) in self._useless,
+            must_sync=must_sync,
         )
         return None if is_same else former
 

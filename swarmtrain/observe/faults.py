@@ -45,7 +45,7 @@ class Action(StrEnum):
 
     KILL = "kill"  # SIGKILL
     STOP = "stop"  # SIGSTOP
-    CORRUPT = "corrupt"  # the bytes that are about to be sent are damaged
+    CORRUPT = "corrupt"  # the bytes that are about to be sent are damaged; before-apply: the peer's own state
     CUT = "cut"  # all links break
 
 

@@ -142,6 +142,11 @@ def peer_families(snapshot: Snapshot) -> Iterator[Metric]:
         "Size of a boundary tensor as fp32 over its encoded size.",
         *by("direction", snapshot["codec_ratio"]),
     )
+    yield gauge(
+        "peer_codec_error_ratio",
+        "Norm of what the codec loses of a boundary tensor over the tensor's; every 64th is looked at.",
+        *by("direction", snapshot["codec_error"]),
+    )
     yield gauge("peer_gpu_memory_bytes", "GPU memory in use by tensors.", ({}, snapshot["gpu_bytes"]))
 
 

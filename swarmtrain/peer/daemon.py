@@ -65,6 +65,7 @@ from swarmtrain.wire.messages import (
     Part,
     Prepare,
     Replay,
+    Resync,
     Verdict,
     Work,
 )
@@ -311,6 +312,7 @@ class PeerDaemon:
             FetchState: self.syncing.fetch_state,
             FetchDigests: self.syncing.fetch_digests,
             Leave: self._told_to_leave,
+            Resync: self._told_to_sync,
         }
 
     async def _handle(self, message: Message, exchange: Exchange) -> Message:
@@ -325,6 +327,24 @@ class PeerDaemon:
         await self.context.check_coordinator(exchange.peer_id, message.run, message.term)
         self.leave(message.reason)
         return Acknowledged("")
+
+    async def _told_to_sync(self, message: Resync, exchange: Exchange) -> Acknowledged:
+        """Answered when no more work is taken: the coordinator begins the next step after that."""
+        assert self.context is not None
+        await self.context.check_coordinator(exchange.peer_id, message.run, message.term)
+        await self._stop_serving(message.reason)
+        return Acknowledged("")
+
+    async def _stop_serving(self, reason: str) -> None:
+        """Fetch the stage's state, if this peer is not at it already."""
+        context = self.context
+        if context is None or context.state not in (PeerState.JOINING, PeerState.SERVING):
+            return
+        self._phase("syncing", reason)
+        self._serving_since, self._syncing_since = None, asyncio.get_running_loop().time()
+        self._wake.set()
+        await self.syncing.begin()
+        self._hurry.set()
 
     async def _enroll(self, link: CoordinatorLink, context: PeerContext) -> None:
         """Tell the coordinator that this peer is there, again and again; find it again when it has moved."""
@@ -369,12 +389,8 @@ class PeerDaemon:
             self._phase("serving", f"stage {context.stage} from step {context.step}")
             self._wake.set()
             self._hurry.set()
-        elif answer.verdict in (Verdict.WAIT, Verdict.SYNC) and context.state in (PeerState.JOINING, PeerState.SERVING):
-            self._phase("syncing", answer.reason)
-            self._serving_since, self._syncing_since = None, asyncio.get_running_loop().time()
-            self._wake.set()
-            await self.syncing.begin()
-            self._hurry.set()
+        elif answer.verdict in (Verdict.WAIT, Verdict.SYNC):
+            await self._stop_serving(answer.reason)
         if answer.verdict is Verdict.SYNC and context.state is PeerState.SYNCING:
             task = await self.syncing.order(answer)
             if task is not None:

@@ -35,6 +35,7 @@ from swarmtrain.model.layout import boundary_width
 from swarmtrain.model.sizes import activation_bytes, id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Gradients, Pass, StageWorker
+from swarmtrain.peer.fidelity import Fidelity
 from swarmtrain.peer.ledger import Entry, Raw, StickyAnswer
 from swarmtrain.reduce.coding import Reduced, StageCoder
 from swarmtrain.run.manifest import Manifest
@@ -80,6 +81,7 @@ class StageJobs:
         self.max_graphs = max(1, graph_budget_bytes // max(1, activation_bytes(manifest, self.plan)))
         self.coder = StageCoder(worker.state)
         self._forward_decoder, self._backward_decoder = Decoder(), Decoder()
+        self.fidelity = Fidelity(self._limits)
         self._passes: dict[int, Pass] = {}
         self._masks_in: dict[int, Aux | None] = {}
         self._masks_out: dict[int, Aux | None] = {}
@@ -152,6 +154,7 @@ class StageJobs:
             self._passes[entry.microbatch] = done
         context = self._context(Direction.FORWARD, step, entry.microbatch, receiver=partner, tokens=entry.tokens)
         encoded = self._forward_encoder.encode(done.result, context)
+        self.fidelity.look(done.result, encoded, context)
         self._masks_out[entry.microbatch] = encoded.aux
         if encoded.received is not None:
             entry.output = self._whole(encoded.received)
@@ -237,6 +240,12 @@ class StageJobs:
         """The digest of the current state."""
         return self.worker.state.digest()
 
+    def damage_state(self) -> None:
+        """Another weight than the other replicas have, as from bad memory. For tests of what follows."""
+        weights = self.worker.state.buffers[0]
+        with torch.no_grad():
+            weights[len(weights) // 2] += 1.0
+
     def forget(self, microbatch: int) -> None:
         """Drop what is kept for a microbatch that came to nothing."""
         for memory in (self._passes, self._masks_in, self._masks_out):
@@ -267,7 +276,9 @@ class StageJobs:
         if gradients.boundary is not None:
             context = self._context(Direction.BACKWARD, step, entry.microbatch, receiver=entry.caller)
             context = replace(context, critical=entry.is_critical)
-            encoded = self._backward_encoder.encode(gradients.boundary, context, self._masks_in.get(entry.microbatch))
+            mask = self._masks_in.get(entry.microbatch)
+            encoded = self._backward_encoder.encode(gradients.boundary, context, mask)
+            self.fidelity.look(gradients.boundary, encoded, context, mask)
             payload = encoded.payload
             if encoded.received is not None:
                 entry.sticky = StickyAnswer(payload, encoded.ticket)

@@ -131,6 +131,7 @@ class PeerObserver:
             },
             "sync_percent": status.sync_percent,
             "codec_ratio": dict(self._ratios),
+            "codec_error": dict(context.jobs.fidelity.errors),
             "transfers": {
                 "sent": {"bytes": up[0], "seconds": up[1]},
                 "received": {"bytes": down[0], "seconds": down[1]},

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swarmtrain.chain.state_transfer import StateSource
 from swarmtrain.net.exchange import Exchange
-from swarmtrain.observe.faults import Point
+from swarmtrain.observe.faults import Action, Point
 from swarmtrain.observe.split import Part as TimePart
 from swarmtrain.peer.attempt import Attempt
 from swarmtrain.peer.bases import Bases, BasisMissing
@@ -135,7 +135,8 @@ class Steps:
             ready = self._ready.get(apply.step)
             if ready is None or ready.digest != apply.digest:
                 raise context.refuse(Code.UNPREPARED, f"no prepared sum of step {apply.step} with this digest")
-            context.faults.hit(Point.BEFORE_APPLY)
+            if context.faults.hit(Point.BEFORE_APPLY) is Action.CORRUPT:
+                await context.compute.run(Kind.STEP, _STEP_JOB, context.jobs.damage_state)
             return await self._apply(apply, ready)
 
     @property

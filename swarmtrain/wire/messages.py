@@ -362,6 +362,15 @@ class Leave(Message):
     reason: Text
 
 
+@message(kind="resync", priority=Priority.CONTROL)
+class Resync(Message):
+    """This peer's state is not its stage's: it takes no more work until it has fetched the state again."""
+
+    run: RunId
+    term: Term
+    reason: Text
+
+
 @message(kind="acknowledged", priority=Priority.CONTROL)
 class Acknowledged(Message):
     """Nothing more to say."""
@@ -396,5 +405,6 @@ MESSAGES = Registry(
     FetchDigests,
     ChunkDigests,
     Leave,
+    Resync,
     Acknowledged,
 )

@@ -60,9 +60,12 @@ def test_a_useless_incarnation_that_comes_back_is_known_until_it_has_synced() ->
     members.remove("p", must_sync=True)
     members.enroll("p", sign(), now=1.0)
     assert members.get("p").must_sync  # type: ignore[union-attr]
+    assert not members.of_stage(0, "serving")  # whatever it says itself
+    assert not members.counts(Hop(0, "p", "a"))
     members.enroll("p", sign(state="syncing"), now=2.0)
     members.enroll("p", sign(), now=3.0)
     assert not members.get("p").must_sync  # type: ignore[union-attr]
+    assert members.counts(Hop(0, "p", "a"))
 
 
 def test_only_those_who_wait_for_a_state_listen_and_each_from_its_own_step() -> None:

@@ -61,6 +61,24 @@ def test_every_option_in_the_compose_file_exists() -> None:
         assert options <= known[verb], (verb, options - known[verb])
 
 
+def test_every_file_that_the_compose_file_mounts_or_builds_from_is_there() -> None:
+    text = (DOCKER / "compose.yaml").read_text()
+    mounted = dict(re.findall(r"^\s+- (\./\S+?):(/\S+?):ro$", text, re.MULTILINE))
+    assert set(mounted.values()) == {"/etc/prometheus", "/etc/grafana/provisioning", "/var/lib/grafana/dashboards"}
+    for source in mounted:
+        assert (DOCKER / source).is_dir(), source
+    (dockerfile,) = re.findall(r"dockerfile: (\S+)", text)
+    assert (REPOSITORY / dockerfile).is_file()
+    (home,) = re.findall(r"HOME_DASHBOARD_PATH: (\S+)", text)
+    assert (DOCKER / "grafana" / "dashboards" / Path(home).name).is_file()
+    provider = (DOCKER / "grafana" / "provisioning" / "dashboards" / "dashboards.yaml").read_text()
+    assert f"path: {Path(home).parent}" in provider
+    (source,) = re.findall(
+        r"url: http://(\w+):9090", (DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text()
+    )
+    assert f"\n  {source}:\n" in text  # the name of a service
+
+
 def test_the_image_runs_as_nobody_in_particular() -> None:
     text = (DOCKER / "Dockerfile").read_text()
     assert re.search(r"^USER 10001:10001$", text, re.MULTILINE)

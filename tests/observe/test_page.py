@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -10,12 +11,15 @@ from pathlib import Path
 import pytest
 from swarm.harness import PATIENCE, Swarm, tiny
 
+from . import axe
 from .browser import PROGRAM, WHY_NOT, Browser
 
 pytestmark = [pytest.mark.swarm, pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)]
 
 PICTURES = os.environ.get("SWARMTRAIN_TEST_PICTURES")  # a directory: the page's pictures for docs/ are written there
 
+with_axe = pytest.mark.skipif(not axe.IS_HERE, reason=axe.WHY_NOT)
+SIZES = [(1280, 900, False), (360, 740, True)]  # a desktop and a phone
 FAULTS = (Path(__file__).parent / "accessibility.js").read_text()
 
 
@@ -79,7 +83,7 @@ def test_nothing_is_fetched_from_elsewhere_and_nothing_goes_wrong(browser: Brows
     assert browser.problems == []
 
 
-@pytest.mark.parametrize(("width", "height", "phone"), [(1280, 900, False), (360, 740, True)])
+@pytest.mark.parametrize(("width", "height", "phone"), SIZES)
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_is_accessible_in_every_size_and_colour(
     browser: Browser, width: int, height: int, phone: bool, dark: bool
@@ -111,6 +115,37 @@ def test_the_check_of_accessibility_sees_planted_faults(browser: Browser, fault:
     assert browser.evaluate(FAULTS) == []
 
 
+@with_axe
+@pytest.mark.parametrize(("width", "height", "phone"), SIZES)
+@pytest.mark.parametrize("dark", [False, True])
+def test_axe_finds_no_fault(browser: Browser, width: int, height: int, phone: bool, dark: bool) -> None:
+    browser.look(width, height, dark=dark, phone=phone)
+    browser.wait(f"innerWidth === {width}", timeout_s=10)
+    assert axe.faults(browser) == []
+
+
+@with_axe
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("<button></button>", "critical button-name"),
+        ("<img src='data:,'>", "critical image-alt"),
+        ("<p>hardly to be read</p>", "serious color-contrast"),
+        ("<a href='#x'></a>", "serious link-name"),
+    ],
+)
+def test_axe_sees_planted_faults(browser: Browser, fault: str, named: str) -> None:
+    browser.look(1280, 900)
+    plant = "document.querySelector('main').insertAdjacentHTML('beforeend', '<div id=planted></div>');"
+    browser.evaluate(f'{plant} document.getElementById("planted").innerHTML = {json.dumps(fault)}')
+    pale = "item.style.color = '#888'; item.style.background = '#999'"
+    browser.evaluate(f"document.querySelectorAll('#planted p').forEach((item) => {{ {pale} }})")
+    found = axe.faults(browser)
+    browser.evaluate("document.getElementById('planted').remove()")
+    assert [item for item in found if item.startswith(named)], found
+    assert axe.faults(browser) == []
+
+
 def test_the_keyboard_reaches_everything(browser: Browser) -> None:
     browser.look(1280, 900)
     browser.evaluate("document.activeElement.blur(); window.scrollTo(0, 0); window.reached = new Set()")
@@ -134,6 +169,8 @@ def test_a_killed_peer_shows_within_five_seconds_and_why_the_run_waits(browser: 
     assert text(browser, "needed") == "stage 2"
     assert "is lost" in text(browser, "events")
     assert browser.evaluate(FAULTS) == []
+    if axe.IS_HERE:
+        assert axe.faults(browser) == []
     picture(browser, "page-waiting.png")
 
 

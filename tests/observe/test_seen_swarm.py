@@ -50,7 +50,7 @@ def peer(swarm: Swarm, name: str) -> Daemon:
 
 
 def idle_for(daemon: Daemon, cause: Cause, reason: str = "", *, timeout_s: float = 40.0) -> dict[str, Any]:
-    """Wait until the peer says that it is idle for this cause; its snapshot at that moment."""
+    """Wait until the peer says that it is idle for this cause, and in words; its snapshot at that moment."""
     found: dict[str, Any] = {}
 
     def is_so() -> bool:
@@ -58,6 +58,10 @@ def idle_for(daemon: Daemon, cause: Cause, reason: str = "", *, timeout_s: float
         return found["cause"] == cause and reason in found["reason"]
 
     until(is_so, f"{daemon.name} is idle because of {cause} {reason}", timeout_s=timeout_s)
+    said = status_text(found)  # what the verb prints
+    assert found["reason"]
+    assert found["reason"] in said
+    assert found["next"] in said
     return found
 
 
@@ -65,7 +69,8 @@ def test_no_lease(swarm: Swarm) -> None:
     last = peer(swarm, "last")
     swarm.wait_serving(last)
     status = idle_for(last, Cause.NO_LEASE, "no work has come: stage 0 has no peers")
-    assert "because no work has come: stage 0 has no peers" in status_text(status)
+    shown = swarmtrain("status", "--state-dir", str(last.state_dir))
+    assert "because no work has come: stage 0 has no peers" in shown.stdout
     assert status["since"] <= time.time() - 1.5
 
 

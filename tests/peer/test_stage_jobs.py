@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from swarmtrain.codec import DEFAULT_LIMITS, Direction, Encoded, MessageContext, Ticket
 from swarmtrain.model.sizes import id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
+from swarmtrain.peer.fidelity import SAMPLE_EVERY, Fidelity
 from swarmtrain.peer.jobs import BadTensor, StageJobs, StaleWork
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.reduce.coding import Reduced
-from swarmtrain.run.manifest import Manifest
+from swarmtrain.run.manifest import Manifest, parse_manifest
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Done
 
@@ -99,3 +101,37 @@ def test_tensors_that_are_not_what_they_should_be_are_refused(manifest: Manifest
     with pytest.raises(BadTensor):
         first.check_tokens(tokens(manifest, 0)[:-1])
     assert not last.worker.sum.total.any()
+
+
+@pytest.mark.parametrize(
+    ("codec", "low", "high"),
+    [
+        ("fp32", 0.0, 0.0),
+        ("bf16", 1e-4, 4e-3),
+        ("quant8", 1e-4, 2e-2),
+        ("quant4", 2e-2, 0.3),
+        ("topk10", 0.3, 1.0),
+        ("ef21-topk10", 0.0, 1.0),
+    ],
+)
+def test_what_a_codec_loses_is_known(manifest: Manifest, codec: str, low: float, high: float) -> None:
+    lossy = parse_manifest(manifest.canonical(), [f"wire.forward={codec}", f"wire.backward={codec}"])
+    first, last = jobs_of(lossy, 0), jobs_of(lossy, 1)
+    run_chain(first, last, lossy, [0])
+    assert low <= first.fidelity.errors["forward"] <= high
+    assert low <= last.fidelity.errors["backward"] <= high
+    assert set(first.fidelity.errors) | set(last.fidelity.errors) == {"forward", "backward"}
+
+
+def test_few_messages_are_looked_at(manifest: Manifest) -> None:
+    fidelity = Fidelity(DEFAULT_LIMITS)
+    context = MessageContext(0, Direction.FORWARD)
+    found = []
+    for number in range(2 * SAMPLE_EVERY):
+        tensor = torch.ones(2, 3)
+        received = torch.full((2, 3), 1.0 + number / 1000)
+        fidelity.look(tensor, Encoded(b"", None, Ticket(0, 0), received), context)
+        found.append(fidelity.errors["forward"])
+    assert found == pytest.approx([0.0] * SAMPLE_EVERY + [SAMPLE_EVERY / 1000] * SAMPLE_EVERY, abs=1e-6)
+    fidelity.look(torch.zeros(2, 3), Encoded(b"", None, Ticket(0, 0), torch.zeros(2, 3)), context)
+    assert fidelity.errors["forward"] == 0.0  # nothing was meant, and nothing lost

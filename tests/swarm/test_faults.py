@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .comparison import References, assert_equals_reference
+from .comparison import References, assert_equals_reference, assert_same_weights
 from .faults import NUM_STAGES, hold, last_step, release, start_armed, three_stages, wait_killed
 from .harness import Swarm
 
@@ -88,3 +88,21 @@ def test_a_damaged_answer_is_noticed_and_asked_for_again(place: Path, reference:
         assert_equals_reference(swarm, reference(manifest))
         assert "test fault: corrupt" in liar.log.read_text()
         assert swarm.wait(liar, "peer_ended")["from_ledger"] >= 1
+
+
+def test_a_peer_whose_state_diverged_is_named_and_its_work_does_not_count(place: Path, reference: References) -> None:
+    manifest = three_stages("schedule.steps=30")
+    with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=NUM_STAGES + 2) as swarm:
+        swarm.start_peer(1)
+        liar = start_armed(swarm, 1, "before-apply:3:corrupt")
+        diverged = swarm.wait(None, "peer_diverged")
+        assert "test fault: corrupt at before-apply" in liar.log.read_text()
+        assert (diverged["peer"], diverged["stage"], diverged["step"]) == (liar.status()["peer"], 1, 2)
+        swarm.wait(liar, "phase_reached", phase="syncing")
+        swarm.wait_end()
+        assert len(swarm.events("peer_diverged")) == 1
+        assert_same_weights(swarm.checkpoint(), reference(manifest).checkpoint)
+        assert swarm.losses() == reference(manifest).losses
+        faults = swarm.audit().faults
+        assert faults
+        assert all("step 3, stage 1" in fault and "another state than its replicas" in fault for fault in faults)
