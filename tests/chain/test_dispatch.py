@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from swarmtrain.chain.dispatch import Dispatcher
+from swarmtrain.chain.neighbours import router_options
 from swarmtrain.net.errors import CallRefused, LinkClosed, PeerUnreachable, Refusal
-from swarmtrain.route.views import Pick
+from swarmtrain.route.views import PeerView, Pick, StageSnapshot
+from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Work
 
 WORK = Work("run", 1, 2, 7, 3, 0, False, (), b"tokens", b"boundary")
@@ -24,6 +27,7 @@ class FakeRouter:
     def __init__(self, peers: list[str]) -> None:
         self._peers = peers
         self.told: list[tuple[str, str]] = []
+        self.loads: list[float] = []
 
     def pick(self, num_bytes: int, *, exclude: set[str], prefer: tuple[str, ...]) -> Pick | None:
         known = [peer for peer in prefer if peer in self._peers] + self._peers
@@ -33,7 +37,12 @@ class FakeRouter:
         return None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda peer, *_, **__: self.told.append((name, peer))
+        def tell(peer: str, *_: object, load_s: float | None = None, **__: object) -> None:
+            self.told.append((name, peer))
+            if load_s is not None:
+                self.loads.append(load_s)
+
+        return tell
 
 
 class FakeNeighbours:
@@ -155,6 +164,32 @@ def test_hints_lead_to_who_has_it_and_progress_makes_new_hints() -> None:
         assert len(seen) == 1
 
     run(main())
+
+
+def test_the_router_hears_how_much_the_callee_holds() -> None:
+    async def main() -> None:
+        def tells(work: Work, on_progress: Any) -> Done:
+            on_progress(Progress(Phase.FORWARDED, (Hop(2, "a", "life"),), 0.0, 0.0, load_s=1.25))
+            return replace(DONE, load_s=0.5)
+
+        dispatcher, _, neighbours = dispatch({"a": tells})
+        await dispatcher.call(WORK, deadline_s=10, check=accept)
+        assert neighbours.router.loads == [1.25, 0.5]
+
+    run(main())
+
+
+def test_a_peer_on_a_slow_link_is_rated_by_its_link() -> None:
+    manifest = preset("nano", ["boundary.kind=dense", "stages.count=4"])
+    inner, last = router_options(manifest, 1, 1e6), router_options(manifest, 3)
+    assert inner.my_up_bytes_per_s == 1e6
+    assert inner.bytes_out == 2 * last.bytes_out > 0.0  # two neighbours instead of one
+    views = [PeerView("wide", forward_ms=10.0), PeerView("narrow", forward_ms=10.0, up_bytes_per_s=inner.bytes_out)]
+    wide, narrow = StageSnapshot(views, bytes_in=inner.bytes_in, bytes_out=inner.bytes_out).offers
+    assert narrow.announced_s == pytest.approx(1.0)  # its link takes a second for what it sends per microbatch
+    assert wide.announced_s == pytest.approx(0.03)
+    lossy = preset("nano", ["boundary.kind=dense", "stages.count=4", "wire.forward=quant8"])
+    assert router_options(lossy, 1).bytes_out == 0.0
 
 
 def test_nobody_is_waited_for_until_the_deadline_and_then_said() -> None:
