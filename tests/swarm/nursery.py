@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 MAX_REQUEST_BYTES = 1 << 17
+FORK_S = 60.0 * float(os.environ.get("SWARMTRAIN_TEST_PATIENCE", "1"))  # the first fork waits for torch
 
 
 class Forked:
@@ -78,7 +79,7 @@ class Nursery:
         with self._lock, self._changed:
             socket.send_fds(self._socket, [request], [writing, stderr.fileno()])
             os.close(writing)
-            assert self._changed.wait_for(lambda: bool(self._born) or not self._is_alive(), 60), "no fork"
+            assert self._changed.wait_for(lambda: bool(self._born) or not self._is_alive(), FORK_S), "no fork"
             assert self._born, "the nursery has ended"
             child = Forked(self._born.pop(), os.fdopen(reading, "r"))
             self._children[child.pid] = child
