@@ -21,7 +21,7 @@ def _trim() -> Callable[[int], int] | None:
     except (OSError, AttributeError):  # only glibc has it
         return None
     function.argtypes, function.restype = (ctypes.c_size_t,), ctypes.c_int
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def give_back() -> bool:
