@@ -121,7 +121,9 @@ def test_newcomers_go_where_they_are_needed(place: Path, reference: References) 
 
 
 def test_two_newcomers_and_a_mover_at_once(place: Path, reference: References) -> None:
-    manifest = even_stages("schedule.steps=60", "batch.microbatches_per_step=40")  # long enough for three to arrive in it
+    manifest = even_stages(
+        "schedule.steps=60", "batch.microbatches_per_step=40"
+    )  # long enough for three to arrive in it
     swarm = Swarm(manifest, place, min_peers=5)
     try:
         swarm.start_coordinator("--min-left", "1", "--min-stay", "1", "--look-every", str(LOOK_S), "--min-gain", "0.1")
