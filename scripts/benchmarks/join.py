@@ -47,7 +47,7 @@ def bench_manifest() -> Manifest:
             "model.num_kv_heads=2",
             "model.ffn_size=704",
             "model.sequence_length=128",
-            "batch.sequences_per_microbatch=2",
+            "batch.sequences_per_microbatch=1",
             "batch.microbatches_per_step=8",
             "validation.every=0",
             "validation.microbatches=1",
@@ -161,6 +161,8 @@ async def run_rounds(number: int, num_peers: int, own: set[int], others: set[int
                     rounds.append(Round(before, during, after, served_at - told_at))
                 before = after
         finally:
+            for peer in swarm.peers:  # nothing of this run is worth draining for
+                await swarm.kill(peer)
             await swarm.stop()
     progress("")
     return rounds

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -53,18 +55,40 @@ def test_two_thousand_steps_leave_memory_and_files_flat(place: Path) -> None:
         ],
     )
     with Swarm(manifest, place) as swarm:
-        swarm.wait_step(200, timeout_s=900)
-        early = [footprint(daemon) for daemon in swarm.daemons]
-        swarm.wait_step(1990, timeout_s=3000)
-        late = [footprint(daemon) for daemon in swarm.daemons]
-        for daemon, (early_bytes, early_files), (late_bytes, late_files) in zip(
-            swarm.daemons, early, late, strict=True
-        ):
-            assert late_bytes <= 1.05 * early_bytes, f"{daemon.name} grew from {early_bytes} to {late_bytes} bytes"
-            assert late_files <= early_files + 8, f"{daemon.name} has {late_files} open files, had {early_files}"
+        seen: dict[int, list[Footprint]] = {}
+        for step in (200, 800, 1400, 1980):
+            samples = []
+            for later in range(9):  # what is in flight at an instant differs: the median of some instants
+                swarm.wait_step(step + later, timeout_s=3000)
+                samples.append([part for daemon in swarm.daemons for part in footprints(daemon)])
+            seen[step] = [middle(of_one) for of_one in zip(*samples, strict=True)]
+            print(step, *seen[step], sep="\n  ")
+        for early, late in zip(seen[200], seen[1980], strict=True):
+            assert late.name == early.name
+            assert late.resident_bytes <= 1.05 * early.resident_bytes, f"{early} grew to {late}"
+            assert late.num_files <= early.num_files + 8, f"{early} has opened more: {late}"
 
 
-def footprint(daemon: Daemon) -> tuple[int, int]:
-    """Resident bytes, and open files and sockets."""
+@dataclass(frozen=True)
+class Footprint:
+    """What one process takes of its machine."""
+
+    name: str
+    resident_bytes: int
+    num_files: int  # sockets too
+
+
+def footprints(daemon: Daemon) -> list[Footprint]:
+    """The daemon's own, and that of libp2p's daemon, its child."""
     process = psutil.Process(daemon.pid)
-    return int(process.memory_info().rss), process.num_fds()
+    (child,) = process.children()
+    return [
+        Footprint(f"{daemon.name}: {part}", int(item.memory_info().rss), item.num_fds())
+        for part, item in (("swarmtrain", process), ("p2pd", child))
+    ]
+
+
+def middle(samples: Sequence[Footprint]) -> Footprint:
+    """The median of each figure."""
+    resident, files = (sorted(getattr(item, name) for item in samples) for name in ("resident_bytes", "num_files"))
+    return Footprint(samples[0].name, resident[len(samples) // 2], files[len(samples) // 2])
