@@ -43,7 +43,6 @@ from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.control import control_commands
 from swarmtrain.peer.coordinator_link import CoordinatorLink, directory_rules
 from swarmtrain.peer.jobs import StageJobs
-from swarmtrain.peer.memory import give_back_now_and_then
 from swarmtrain.peer.microbatch import Microbatches
 from swarmtrain.peer.moving import Moving
 from swarmtrain.peer.observing import PeerObserver
@@ -177,7 +176,6 @@ class PeerDaemon:
                 tasks.create_task(self._enroll(link, context)),
                 tasks.create_task(self._announce(directory, host, link, context)),
                 tasks.create_task(self.observer.watch()),
-                tasks.create_task(give_back_now_and_then()),
             ]
             if self.options.may_move:
                 moving = Moving(context, link, directory, mover, self._move)
