@@ -12,8 +12,8 @@ from .harness import Swarm
 
 pytestmark = pytest.mark.swarm
 
-# How often a victim of the first, middle and last stage reaches the point before it dies. The others' deaths can make it
-# look slow; then work comes to it only now and then, by exploration. Every step comes to everybody.
+# How often a victim of the first, middle and last stage reaches the point before it dies. The others' deaths can make
+# it look slow; then work comes to it only now and then, by exploration. Every step comes to everybody.
 KILLS = {
     "before-forward": (1, 1, 1),
     "after-forward": (1, 1, 1),
