@@ -254,7 +254,7 @@ async def fall(microbatches: int) -> tuple[float, float, str]:
             own, total = shares(place / "c" / "journal.sqlite", 2, swarm.ids[1], first)
         finally:
             await swarm.close()
-    note = f"after the fall it got {own} of {total} (fair: {fair * total:.1f}); before {1 - fair:.2f}"
+    note = f"after the fall it got {own} of {total} (fair: {fair * total:.1f})"
     return (own / total) / fair, rate / bound(after), note
 
 

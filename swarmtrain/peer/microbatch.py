@@ -116,7 +116,7 @@ class Microbatches:
         deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
         with context.compute.split.during(Part.WIRE):
             below = await context.dispatcher.call(work, deadline_s=deadline_s, check=partial(self._check_answer, work))
-        return Done(below.loss, (context.hop, *below.route), 0.0, 0.0, 0.0, b"")
+        return Done(below.loss, (context.hop, *below.route), 0.0, 0.0, 0.0, b"", self._load_s())
 
     async def _serve(self, entry: Entry, work: Work, deadline_s: float) -> Done:
         """The way of one microbatch through this stage. Not cancelled by a lost caller."""
@@ -246,14 +246,14 @@ class Microbatches:
             )
             context.counters.evaluated += 1
             if context.dispatcher is None:
-                return Done(timed.value.loss, (context.hop,), timed.queue_s, timed.run_s, 0.0, b"")
+                return Done(timed.value.loss, (context.hop,), timed.queue_s, timed.run_s, 0.0, b"", self._load_s())
             entry = Entry(work.microbatch, work.tokens, work.boundary)
-            exchange.progress(Progress(Phase.FORWARDED, (context.hop,), timed.queue_s, timed.run_s))
+            exchange.progress(Progress(Phase.FORWARDED, (context.hop,), timed.queue_s, timed.run_s, self._load_s()))
             deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
             below = await self._call_below(entry, work, timed.value.payload, deadline_s)
         except BaseException as error:
             raise self._as_refusal(error) from error
-        return Done(below.loss, (context.hop, *below.route), timed.queue_s, timed.run_s, 0.0, b"")
+        return Done(below.loss, (context.hop, *below.route), timed.queue_s, timed.run_s, 0.0, b"", self._load_s())
 
     async def _admit(self, work: Work, exchange: Exchange) -> None:
         context = self._context
