@@ -99,7 +99,8 @@ class ExactShares:
         """See ShareFormat."""
         exact = [s.numbers for s in shares if isinstance(s.numbers, Packed) or s.numbers.dtype == np.float64]
         total = rounded_sum(exact) if len(exact) == len(shares) <= MAX_SHARES else None
-        view: memoryview = (added(shares).astype("<f4") if total is None else total).view(np.uint8).data
+        summed = added(shares) if total is None else total
+        view: memoryview = summed.astype("<f4", copy=False).view(np.uint8).data
         return view
 
     def result(self, raw: Buffer, size: int) -> Numbers:
