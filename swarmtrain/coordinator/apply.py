@@ -124,10 +124,13 @@ class Applies:
         try:
             if not isinstance(answer, Prepared) or answer.digest != stage.digest:
                 raise NetError(f"it did not hear the reduction: {answer}")
-            await self._call(member, decision, keep=False)
+            applied = await self._call(member, decision, keep=False)
         except NetError as error:
             log.info("newcomer %s fell behind at step %d: %s", member.peer_id[-8:], decision.step, error)
             self._context.members.stop_listening(member.key)
+            return
+        # It may say by now that it serves, and be counted for the next reduction only if its step is known here.
+        await self._applied(member, decision, applied)
 
     async def _apply_at(self, member: Member, decision: Decision, *, keep: bool) -> None:
         context = self._context
@@ -144,10 +147,13 @@ class Applies:
             return  # told again at its next sign of life, or lost when there is none
         finally:
             self._under_way.discard(member.key)
-        if applied.step != decision.step + 1 or context.decided is not decision:
-            return
-        self._note(member, applied)
-        await context.notify()
+        await self._applied(member, decision, applied)
+
+    async def _applied(self, member: Member, decision: Decision, applied: Applied) -> None:
+        """What a peer has answered; a newcomer may have heard the decision and not have the state before it yet."""
+        if applied.step == decision.step + 1 and self._context.decided is decision:
+            self._note(member, applied)
+            await self._context.notify()
 
     async def _call(self, member: Member, decision: Decision, *, keep: bool) -> Applied:
         context = self._context

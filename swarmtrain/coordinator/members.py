@@ -56,7 +56,8 @@ class Members:
         must_sync = (peer_id, sign.incarnation) in self._useless
         is_waiting = sign.state == "syncing"  # only those who wait for a state listen
         step, digest = sign.step, sign.state_digest
-        if former is not None and is_same and former.state == sign.state == "serving" and former.step > step:
+        is_late = former is not None and is_same and former.state in ("serving", "syncing") and former.step > step
+        if former is not None and is_late and sign.state == "serving":
             step, digest = former.step, former.state_digest  # this sign was sent before its last apply
         self._by_peer[peer_id] = Member(
             peer_id=peer_id,

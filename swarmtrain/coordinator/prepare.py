@@ -92,8 +92,9 @@ class Preparer:
             found = [_agreed(answers[where]) for where in _slices(sides)]
             if all(item is not None for item in found):
                 for side in sides:
-                    self._compression.took(side.stage, loop.time() - started, compressed=side.stage in compressed)
-                    context.events.emit(StagePrepared(step, side.stage, self._attempts, loop.time() - started))
+                    seconds, is_compressed = loop.time() - started, side.stage in compressed
+                    self._compression.took(side.stage, seconds, compressed=is_compressed)
+                    context.events.emit(StagePrepared(step, side.stage, self._attempts, seconds, is_compressed))
                 return [
                     PreparedStage(
                         side.stage, good.digest, good.squared_norm, tuple(side.members), side.shares, heard, good.basis

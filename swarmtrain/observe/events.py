@@ -123,6 +123,7 @@ class StagePrepared(Event):
     stage: int
     attempt: int
     seconds: float
+    compressed: bool = False  # whether it was reduced with the run's lossy codec
 
 
 @dataclass(frozen=True)

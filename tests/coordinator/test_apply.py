@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.apply import Applies, StepResult
 from swarmtrain.coordinator.context import RunContext
@@ -16,7 +18,7 @@ from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.prepare import PreparedStage
 from swarmtrain.net.errors import CallRefused, LinkClosed
 from swarmtrain.observe.events import Events
-from swarmtrain.wire.messages import Applied, Apply, Code, Enroll
+from swarmtrain.wire.messages import Applied, Apply, Code, Enroll, Prepared
 
 SIGN = Enroll("run", 0, "serving", "1", 3, "d3", 0.0, 0.0, 0.0, 0.0, "", "")
 DECISION = Decision(3, 1, 1.0, 1.0, 1.0, 0.1, (("sum", 1.0),), {0: {("a", "1"): [0]}}, {0: 1.0})
@@ -67,6 +69,18 @@ class Swarm:
         await self._told.wait()
         await asyncio.gather(*self.context.background)
         return task
+
+    async def hear(self, heard: Prepared) -> tuple[int, str]:
+        """The decision is carried out with a newcomer that heard this reduction, and then says that it serves."""
+        newcomer = self.enroll(replace(SIGN, state="syncing"))
+        self.context.decided = DECISION
+        hearing: asyncio.Task[object] = asyncio.create_task(asyncio.sleep(0, heard))
+        other = replace(newcomer, peer_id="b")
+        prepared = PreparedStage(0, "sum", 1.0, (other,), {("b", "1"): [0]}, ((newcomer, hearing),))
+        await self.applies.carry_out(DECISION, [prepared], checkpoint=False)
+        await asyncio.gather(*self.context.background)
+        member = self.enroll(SIGN)  # sent before it applied the step
+        return member.step, member.state_digest
 
 
 def cut(request: Apply) -> Applied:
@@ -129,3 +143,15 @@ def test_a_peer_without_the_sum_must_fetch_the_state_and_is_not_told_again(tmp_p
         return member.must_sync, swarm.num_told
 
     assert asyncio.run(main()) == (True, 1)
+
+
+@pytest.mark.parametrize(("heard", "known"), [("sum", (4, "d4")), ("another sum", (3, "d3"))])
+def test_a_newcomer_that_followed_is_known_to_be_at_the_next_step(
+    tmp_path: Path, heard: str, known: tuple[int, str]
+) -> None:
+    """Otherwise it begins to serve, is neither a listener nor one of the next roster, and misses that reduction."""
+
+    async def main() -> tuple[int, str]:
+        return await Swarm(tmp_path, applied, applied).hear(Prepared(1.0, heard, ""))
+
+    assert asyncio.run(main()) == known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,9 +35,10 @@ def test_a_restart_is_noticed_and_so_is_another_stage() -> None:
     assert members.enroll("p", sign(life="b", stage=2), now=3.0) is None
 
 
-def test_a_sign_that_crossed_an_apply_does_not_take_a_serving_peer_back() -> None:
+@pytest.mark.parametrize("before", ["serving", "syncing"])
+def test_a_sign_that_crossed_an_apply_does_not_take_a_serving_peer_back(before: str) -> None:
     members = Members()
-    members.enroll("p", sign(step=3, digest="x"), now=0.0)
+    members.enroll("p", sign(state=before, step=3, digest="x"), now=0.0)
     members.note_step("p", 4, "y")
     members.enroll("p", sign(step=3, digest="x"), now=1.0)
     member = members.get("p")
