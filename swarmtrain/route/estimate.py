@@ -16,6 +16,8 @@ RTT_WEIGHT = 0.25
 QUEUE_MEMORY_S = 10.0
 # What a peer holds changes more slowly: it stays until the gradient has come back.
 LOAD_MEMORY_S = 20.0
+# Why a call timed out is not known, and may be over: half of the suspicion is forgotten in so long.
+STALL_HALF_LIFE_S = 15.0
 
 
 def moved(old: float, new: float, weight: float) -> float:
@@ -37,7 +39,8 @@ class PeerEstimate:
     queue_seen_at: float = -math.inf
     load_s: float = 0.0
     load_seen_at: float = -math.inf
-    stall_s: float = 0.0  # from timeouts, whose cause is unknown; halves with every success
+    stall_s: float = 0.0  # from timeouts, whose cause is unknown; halves with every success, and with time
+    stalled_at: float = -math.inf
     latency_s: float = 0.0  # bias-corrected by `latency_weight`; only the latency policy reads it
     latency_weight: float = 0.0
     timeouts_in_a_row: int = 0
@@ -109,6 +112,17 @@ class PeerEstimate:
     def load_now_s(self, offer: Offer, now: float) -> float:
         """Committed work, as heard lately from the peer itself, else as announced."""
         return self.load_s if now - self.load_seen_at < LOAD_MEMORY_S else offer.load_s
+
+    def observe_stall(self, elapsed_s: float, now: float) -> None:
+        """A call was given up after so long: a lower bound of what the peer takes."""
+        self.stall_s = min(max(self.stall_now_s(now), elapsed_s), MAX_SERVICE_S)
+        self.stalled_at = now
+
+    def stall_now_s(self, now: float) -> float:
+        """What is left of the last stall."""
+        if not self.stall_s:
+            return 0.0
+        return self.stall_s * math.exp2(min(0.0, self.stalled_at - now) / STALL_HALF_LIFE_S)
 
     def is_banned(self, offer: Offer, now: float) -> bool:
         """A ban ends with its back-off, or as soon as the peer has published a newer record."""

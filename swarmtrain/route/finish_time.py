@@ -75,8 +75,9 @@ class FinishTimePolicy:
         goodput = known.goodput or self._prior(offer)
         wire_s = (known.backlog_bytes + num_bytes) / goodput
         half_rtt_s = 0.5 * (known.rtt_s or self._options.default_rtt_s)
-        predicted_s = wire_s + half_rtt_s + known.queue_now_s(offer, now) + known.forward_now_s(offer) + known.stall_s
-        return Candidate(position, predicted_s, self._service_s(offer, known, num_bytes), known)
+        predicted_s = wire_s + half_rtt_s + known.queue_now_s(offer, now) + known.forward_now_s(offer)
+        service_s = self._service_s(offer, known, num_bytes, now)
+        return Candidate(position, predicted_s + known.stall_now_s(now), service_s, known)
 
     def charge(self, candidate: Candidate) -> None:
         """Virtual time is the mean of all clocks, weighted by rate: one pick advances it by that peer's share of it."""
@@ -98,9 +99,9 @@ class FinishTimePolicy:
         """Doubled with every ban since the last success."""
         return min(self._options.first_back_off_s * 2.0 ** min(strikes, 16), self._options.max_back_off_s)
 
-    def timed_out(self, known: PeerEstimate, elapsed_s: float) -> bool:
+    def timed_out(self, known: PeerEstimate, elapsed_s: float, now: float) -> bool:
         """The time already spent is a lower bound of what this peer takes; the second in a row bans it."""
-        known.stall_s = max(known.stall_s, elapsed_s)
+        known.observe_stall(elapsed_s, now)
         known.timeouts_in_a_row += 1
         return known.timeouts_in_a_row >= 2
 
@@ -123,7 +124,7 @@ class FinishTimePolicy:
         bound = self._options.max_clock_lead * (service_s + self._usual_prediction_s)
         return bound if lead > bound else -bound if lead < -bound else lead
 
-    def _service_s(self, offer: Offer, known: PeerEstimate | None, num_bytes: float) -> float:
+    def _service_s(self, offer: Offer, known: PeerEstimate | None, num_bytes: float, now: float) -> float:
         """Seconds that one microbatch of mine occupies this peer or the path to it.
 
         What all links have in common is the own uplink, which says nothing about the peer: only the time above that of
@@ -138,7 +139,7 @@ class FinishTimePolicy:
             if not offer.link_bound or measured_s > service_s:
                 service_s = measured_s
             if known.stall_s > service_s:
-                service_s = known.stall_s
+                service_s = max(service_s, known.stall_now_s(now))
         return path_s if path_s > service_s else service_s
 
     def _draw(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> int | None:
@@ -156,12 +157,14 @@ class FinishTimePolicy:
             offer = offers[position]
             if not table.is_usable(offer, now, exclude):
                 continue
-            speedup = offer.announced_s / self._service_s(offer, table.estimates.get(offer.peer_id), num_bytes)
+            speedup = offer.announced_s / self._service_s(offer, table.estimates.get(offer.peer_id), num_bytes, now)
             self._max_speedup = max(speedup, 1.0 + 0.999 * (self._max_speedup - 1.0))
             if self._max_speedup * rng.random() <= speedup:
                 return position
         usable = table.usable_positions(now, exclude)
         if not usable:
             return None
-        weights = [1.0 / self._service_s(offers[i], table.estimates.get(offers[i].peer_id), num_bytes) for i in usable]
+        weights = [
+            1.0 / self._service_s(offers[i], table.estimates.get(offers[i].peer_id), num_bytes, now) for i in usable
+        ]
         return rng.choices(usable, weights)[0]

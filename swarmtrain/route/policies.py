@@ -59,7 +59,7 @@ class Policy(Protocol):
     def back_off_s(self, strikes: int) -> float:
         """How long a peer is banned that already has this many strikes."""
 
-    def timed_out(self, known: PeerEstimate, elapsed_s: float) -> bool:
+    def timed_out(self, known: PeerEstimate, elapsed_s: float, now: float) -> bool:
         """Learn from a timeout; True: ban the peer."""
 
     def link_measured(self, known: PeerEstimate) -> None:

@@ -145,9 +145,9 @@ class Router:
 
     def timed_out(self, peer_id: str, elapsed_s: float, now: float | None = None) -> None:
         """No answer within the timeout. The elapsed time enters the estimate; two in a row ban the peer."""
-        known = self._policy.estimate(peer_id)
-        if self._policy.timed_out(known, elapsed_s):
-            self._ban(peer_id, self._clock() if now is None else now)
+        known, now = self._policy.estimate(peer_id), self._clock() if now is None else now
+        if self._policy.timed_out(known, elapsed_s, now):
+            self._ban(peer_id, now)
 
     def failed(self, peer_id: str, now: float | None = None) -> None:
         """The connection broke or could not be made: banned for a back-off, or until its next record."""

@@ -59,7 +59,7 @@ class SwarmLatencyPolicy:
         """Until the next record."""
         return float("inf")
 
-    def timed_out(self, known: PeerEstimate, elapsed_s: float) -> bool:
+    def timed_out(self, known: PeerEstimate, elapsed_s: float, now: float) -> bool:
         """Retried elsewhere, otherwise ignored."""
         return False
 

@@ -200,22 +200,17 @@ class Membership:
             self._world.meters.count(f"moves refused: {answer.why}", self._world.engine.now)
 
     def _leave(self, peer: SimPeer, target: int) -> None:
-        """Move. By our rule a peer fetches the new stage's state while it goes on serving the old one, then switches.
-
-        By the paper's it leaves first, and fetches while it finishes what it holds.
-        """
+        """Move. The peer leaves its stage and fetches the new one's state; or the other way round, `fetch_first`."""
         self._world.meters.count("moves", self._world.engine.now)
         peer.target = target
         peer.synced_at = self._world.engine.now + self._scenario.download_s
-        if self._scenario.rebalance == "capacity":
+        if self._scenario.fetch_first:
             self._world.engine.at(peer.synced_at, self._switch, peer, peer.incarnation)
-            return
-        self._change_state(peer, "draining")
-        if not peer.held:
-            self._drained(peer)
+        else:
+            self._switch(peer, peer.incarnation)
 
     def _switch(self, peer: SimPeer, incarnation: int) -> None:
-        """Callers send what the peer held to others of its old stage; it serves the new one at once.
+        """Callers send what the peer held to others of its old stage; it belongs to the new one at once.
 
         With steps this happens between two of them, when nobody holds anything.
         """

@@ -77,6 +77,7 @@ class Scenario:
     routing: str = "finish-time"
     rebalance: str = "capacity"
     rebalance_period_s: float = 300.0  # of the queue rule
+    fetch_first: int = 0  # 1: a mover serves its old stage until it has the new one's state; the daemons leave first
     rebalance_options: RebalanceOptions = field(default_factory=RebalanceOptions)
     directory_period_s: float = 20.0
     record_life_s: float = 50.0

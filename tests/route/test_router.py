@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from swarmtrain.errors import UsageError
+from swarmtrain.route.estimate import STALL_HALF_LIFE_S
 from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import LinkView, PeerView, StageSnapshot
@@ -206,6 +207,23 @@ def test_two_timeouts_in_a_row_ban_and_one_slows_the_share() -> None:
     assert router.predict("a", 1.0) == pytest.approx(before + 9.0)
     router.timed_out("a", 9.0, now=0.0)
     assert router.is_banned("a", now=0.0)
+
+
+def test_the_memory_of_a_stall_fades_so_that_the_peer_gets_its_share_again() -> None:
+    """Its neighbours died, say, and the calls that waited for them timed out: that tells nothing of a minute later."""
+    router = make_router([peer("a"), peer("b")])
+    before = router.predict("a", 1.0, now=0.0)
+    assert before is not None
+    router.timed_out("a", 60.0, now=0.0)
+    later = router.predict("a", 1.0, now=STALL_HALF_LIFE_S)
+    assert later == pytest.approx(before + 30.0)
+
+    def picks_of_a(start: float) -> int:
+        picked = [router.pick(1.0, start + 0.01 * i) for i in range(200)]
+        return sum(pick is not None and pick.peer_id == "a" for pick in picked)
+
+    assert picks_of_a(0.0) < 40
+    assert picks_of_a(20 * STALL_HALF_LIFE_S) > 70
 
 
 def test_when_all_are_banned_the_bans_are_lifted() -> None:
