@@ -41,8 +41,11 @@ class Steps:
             self._pipeline.start(microbatch, owner)
 
     def work_lost(self, peer: SimPeer) -> None:
-        """A peer died in mid-step: what it had accumulated is computed again, by others of its stage."""
-        if not self._batch:
+        """A peer died in mid-step: what it had accumulated is computed again, by others of its stage.
+
+        Once the reduction has begun, the others are taken to have it.
+        """
+        if not self._batch or self._in_barrier:
             return
         self._outstanding += peer.accumulated
         num_lost = peer.accumulated + peer.replaying
