@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
+def _nothing() -> None:
+    pass
+
+
 class Reservation:
     """A share of a budget, or a place in the queue for it."""
 
@@ -22,6 +26,7 @@ class Reservation:
         if self.released:
             return
         self.released = True
+        self.on_admitted = _nothing  # it knows the message, which knows this: they must not keep each other alive
         self._budget._give_back(self)
 
 

@@ -91,15 +91,16 @@ class Caller:
 
     def _leave(self, call: OutgoingCall) -> None:
         """The caller no longer waits: if the answer is not there, tell the other end."""
+        self._core.queue.drop(call.request)
         if call in self._queued:
             self._queued.discard(call)
-            self._core.queue.drop(call.request)
         elif self._calls.get(call.call_id) is call and not call.abandoned:
             call.abandoned = True
-            self._core.queue.drop(call.request)
             if call.inbound is not None:
                 self._core.inbound.discard(call.inbound)
             self._core.queue.send_control(pack_frame(FrameType.CANCEL, call.call_id))
+        call.request.on_start = _left  # call and request must not keep each other, and all that they hold, alive
+        call.on_progress = None
         self._core.call_ended()
 
     def check_abandoned(self) -> None:
@@ -191,6 +192,10 @@ class Caller:
         if call is None:
             raise ProtocolViolation(Violation.UNKNOWN_CALL, f"call {call_id} is not open")
         return call
+
+
+def _left() -> int:
+    raise AssertionError("a request was begun that nobody waits for")
 
 
 def _fail(call: OutgoingCall, error: BaseException) -> None:

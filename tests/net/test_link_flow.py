@@ -9,11 +9,15 @@ import tracemalloc
 
 import pytest
 
-from swarmtrain.net.budget import Budget
+from swarmtrain.net.budget import Budget, Reservation
+from swarmtrain.net.calls import OutgoingCall
 from swarmtrain.net.core import LinkOptions, Shared
 from swarmtrain.net.errors import CallTimeout, ProtocolViolation, Violation
 from swarmtrain.net.exchange import Exchange
+from swarmtrain.net.inbound import InboundMessage
 from swarmtrain.net.limiter import RateLimiter
+from swarmtrain.net.link import Link
+from swarmtrain.net.outgoing import OutboundMessage
 from swarmtrain.wire import frames
 from swarmtrain.wire.schema import Message, Priority
 
@@ -382,5 +386,34 @@ def test_a_broken_link_frees_what_it_held_of_the_shared_memory() -> None:
         again, other = make_links(right_shared=shared)
         assert await again.call(Tensor(1, data), deadline_s=30) == Tensor(1, data)
         await close_both(again, other)
+
+    run(main())
+
+
+def test_what_a_call_held_is_freed_when_it_ends_and_not_at_some_later_collection() -> None:
+    """Requests, answers and callbacks in circles of references would pile up to many megabytes between collections."""
+    kinds = {InboundMessage, OutboundMessage, OutgoingCall, Reservation, Tensor}
+
+    def alive() -> set[int]:
+        return {id(item) for item in gc.get_objects() if type(item) in kinds}
+
+    async def calls(left: Link) -> None:
+        seen: list[Message] = []
+        for number in range(5):
+            await left.call(Tensor(number, pattern(300_000)), deadline_s=50, on_progress=seen.append)
+        with pytest.raises(CallTimeout):
+            await left.call(Tensor(9, pattern(300_000)), deadline_s=1e-6)
+
+    async def main() -> None:
+        left, right = make_links(streams=await socket_pair())
+        gc.collect()
+        before = alive()  # of other tests
+        gc.disable()
+        try:
+            await calls(left)
+            await until(lambda: alive() <= before, "nothing of the calls may stay")
+        finally:
+            gc.enable()
+        await close_both(left, right)
 
     run(main())
