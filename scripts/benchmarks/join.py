@@ -4,9 +4,12 @@ A real swarm on this machine trains without pause. In turn somebody joins one of
 serves, leaves at once) and nobody does. A round compares the steps between the newcomer's first word with the
 coordinator and the moment in which it serves with as many steps before and after that had no newcomer.
 
-A newcomer brings its own machine. So it has a processor core of its own here, and all others share the rest: what the
-newcomer computes costs them nothing, what they do to serve it costs them all that it takes. That it then serves, and
-that it leaves, is another swarm than before: these steps are in neither side.
+A newcomer brings its own machine, and no machine has one core only. So all training processes that were there before
+share the first cores; the newcomer has the last one, and with it libp2p's processes of the others, which would have a
+core besides the trainer's on any real machine (`--one-core`: they stay with the trainers). What a trainer does to serve
+the newcomer, copying its state, hashing and sending it, and the reduced gradients, costs it all that it takes. The
+newcomer's line carries 80 Mbit/s, like the links of `bench routing` (`--line ""`: as fast as this machine copies). That
+it then serves, and that it leaves, is another swarm than before: these steps are in neither side.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 from common import Figure, figure, parser, progress, quartiles, report
 
 from swarmtrain.local import Child, LocalOptions, LocalSwarm
@@ -36,7 +40,7 @@ END_S = 30.0
 
 
 def bench_manifest() -> Manifest:
-    """A state of tens of megabytes per stage, and a step that computes for longer than it reduces, as in real runs."""
+    """A state of tens of megabytes per stage, and steps that compute for much longer than they reduce, as real ones."""
     return preset(
         "micro",
         [
@@ -48,7 +52,7 @@ def bench_manifest() -> Manifest:
             "model.ffn_size=704",
             "model.sequence_length=128",
             "batch.sequences_per_microbatch=1",
-            "batch.microbatches_per_step=8",
+            "batch.microbatches_per_step=32",
             "validation.every=0",
             "validation.microbatches=1",
             "checkpoint.every=0",
@@ -106,18 +110,26 @@ class Round:
         return typical(self.during) / typical(self.before + self.after)
 
 
+def give_network_its_core(swarm: LocalSwarm, cores: set[int]) -> None:
+    """libp2p's processes run there from now on, with all their threads."""
+    for child in (swarm.coordinator, *swarm.peers):
+        for helper in psutil.Process(child.process.pid).children():
+            for thread in helper.threads():
+                os.sched_setaffinity(thread.id, cores)
+
+
 def take_cores(cores: set[int]) -> None:
     """For whatever is started from now on."""
     os.sched_setaffinity(0, cores)
 
 
 async def join_once(
-    swarm: LocalSwarm, diary: Diary, stage: int, own: set[int], others: set[int]
+    swarm: LocalSwarm, diary: Diary, stage: int, own: set[int], others: set[int], line: str
 ) -> tuple[float, float]:
     """A newcomer comes and goes; (when it was told to fetch the state, when it served)."""
     take_cores(own)
     try:
-        newcomer = await swarm.start_peer(stage)
+        newcomer = await swarm.start_peer(stage, *(("--max-down", line, "--max-up", line) if line else ()))
     finally:
         take_cores(others)
     try:
@@ -138,7 +150,9 @@ def ended(child: Child) -> bool:
     return child.process.returncode is not None
 
 
-async def run_rounds(number: int, num_peers: int, own: set[int], others: set[int]) -> list[Round]:
+async def run_rounds(
+    number: int, num_peers: int, own: set[int], others: set[int], *, line: str, one_core: bool
+) -> list[Round]:
     """Windows with and without a newcomer, in turn."""
     diary, rounds = Diary(), []
     take_cores(others)
@@ -147,11 +161,13 @@ async def run_rounds(number: int, num_peers: int, own: set[int], others: set[int
         swarm = LocalSwarm(options, diary.note)
         try:
             await swarm.start()
+            if not one_core:
+                give_network_its_core(swarm, own)
             await diary.more_steps(2 + MIN_STEPS)
             before = diary.steps_between(diary.applied_at[-MIN_STEPS - 1], diary.applied_at[-1])
             for index in range(-1, number):
                 progress(f"round {index + 1} of {number}")
-                told_at, served_at = await join_once(swarm, diary, index % NUM_STAGES, own, others)
+                told_at, served_at = await join_once(swarm, diary, index % NUM_STAGES, own, others, line)
                 await diary.more_steps(2)  # the one in which it left, and the first without it
                 during = diary.steps_between(told_at, served_at)
                 calm_from = diary.applied_at[-1]
@@ -195,11 +211,16 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=10)
     options.add_argument("--peers", type=int, default=2 * NUM_STAGES, help="without the newcomer")
+    options.add_argument("--line", default="80mbit", help="the newcomer's, both ways; empty: no limit")
+    options.add_argument("--one-core", action="store_true", help="libp2p's processes compete with the trainers")
     chosen = options.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("the newcomer needs a processor core of its own: this benchmark needs two")
-    rounds = asyncio.run(run_rounds(chosen.rounds, chosen.peers, {cores[-1]}, set(cores[:-1])))
+    own, others = {cores[-1]}, set(cores[:-1])
+    rounds = asyncio.run(
+        run_rounds(chosen.rounds, chosen.peers, own, others, line=chosen.line, one_core=chosen.one_core)
+    )
     figures, notes = figures_of(rounds)
     report(figures, as_json=chosen.json, notes=notes)
 
