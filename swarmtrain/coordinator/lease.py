@@ -14,7 +14,7 @@ from swarmtrain.errors import DivergedError
 from swarmtrain.model.sizes import id_type
 from swarmtrain.net.errors import NetError, Refusal
 from swarmtrain.observe.events import WorkReplayed
-from swarmtrain.route.window import InFlightWindow, LeaseDeadlines, WindowOptions
+from swarmtrain.route.window import InFlightWindow, LeaseDeadlines, stepwise
 from swarmtrain.run.schedule import mean_loss
 from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
 
@@ -53,7 +53,7 @@ class Leases:
         self._id_type = id_type(context.manifest.model.vocab_size)
         self._deadlines = LeaseDeadlines(initial_s=FIRST_LEASE_S, minimum_s=MIN_LEASE_S)
         self._in_flight = InFlightWindow(
-            WindowOptions(initial=MIN_IN_FLIGHT, maximum=context.manifest.batch.microbatches_per_step)
+            stepwise(initial=MIN_IN_FLIGHT, maximum=context.manifest.batch.microbatches_per_step)
         )
 
     async def run(self, step: int, books: StepBooks) -> None:

@@ -3,8 +3,8 @@
 By Little's law, in flight = throughput x delay. Below saturation more in flight gives more throughput at the same
 delay; above it, only more delay. The window grows while queueing is a moderate part of the delay, and shrinks when it
 is most of it. The thresholds are high because a pipeline of many equal stages needs deep queues to keep every processor
-busy: answers come back in bursts that no routing can smooth. They are not higher because what is in flight when a step
-ends comes back as a row of backwards, during which the first stage is not fully used (docs/simulator.md).
+busy: answers come back in bursts that no routing can smooth. With steps they are lower (`stepwise`), because what is in
+flight when a step ends comes back as a row of backwards, during which the first stage is not fully used.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ class WindowOptions:
     initial: int = 2
     minimum: int = 1
     maximum: int = 64
-    grow_below: float = 3.0
-    shrink_above: float = 4.0
+    grow_below: float = 4.0
+    shrink_above: float = 6.0
     base_memory: int = 256  # completions over which the delay without queues is remembered
+
+
+def stepwise(*, initial: int, maximum: int) -> WindowOptions:
+    """For work that ends together, step by step."""
+    return WindowOptions(initial=initial, maximum=maximum, grow_below=3.0, shrink_above=4.0)
 
 
 class InFlightWindow:
