@@ -120,17 +120,17 @@ def test_replicas_agree_on_compressed_gradients_and_survive_a_death(
 
 def test_only_the_stage_that_the_step_waits_for_compresses_its_gradients(place: Path) -> None:
     """One replica of stage 0 has a narrow link."""
-    manifest = small("reduce.codec=int8", "reduce.selective=true", "schedule.steps=12")
+    manifest = small("reduce.codec=int8", "reduce.selective=true", "schedule.steps=10")
     with Swarm(manifest, place, num_peers=2, min_peers=3) as swarm:
-        swarm.start_peer(0, "--max-up", "1mbit")
+        swarm.start_peer(0, "--max-up", "300kbit")
         swarm.wait_end()
     assert swarm.audit().passed
     prepared = swarm.events("stage_prepared")
     compressed = [event["stage"] for event in prepared if event["compressed"]]
     exact = [event["stage"] for event in prepared if not event["compressed"]]
-    assert compressed.count(0) >= 8
-    assert compressed.count(1) <= 2  # a step that was slow for other reasons may mislead it once
-    assert exact.count(1) >= 10
+    assert compressed.count(0) >= 7
+    assert compressed.count(1) <= 1  # a step that was slow for other reasons may mislead it once
+    assert exact.count(1) >= 9
     assert exact.count(0) >= 1  # measured first
 
 
