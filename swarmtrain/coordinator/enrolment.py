@@ -54,6 +54,8 @@ class Enrolment:
             decided=context.decided.step if context.decided is not None else None,
             is_over=context.is_over,
         )
+        if answer.verdict is Verdict.SERVE:
+            context.members.admit(peer_id)
         await context.notify()
         offer = answer.offer
         return Enrolled(

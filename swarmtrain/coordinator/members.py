@@ -33,6 +33,7 @@ class Member:
     metrics: str = ""  # HOST:PORT of its metrics
     spent: tuple[float, ...] = ()  # seconds: compute, reduce, queue, wire, idle
     must_sync: bool = False  # it had been given up and came back, but is of no use as it is
+    was_admitted: bool = False  # it was told to serve; that it does may be heard from others first
 
     @property
     def key(self) -> tuple[str, str]:
@@ -88,7 +89,13 @@ class Members:
         member = self._by_peer.get(hop.peer_id)
         if member is None or (member.incarnation, member.stage) != (hop.incarnation, hop.stage):
             return False
-        return member.state in ("serving", "draining", "paused")
+        return member.was_admitted or member.state in ("serving", "draining", "paused")
+
+    def admit(self, peer_id: str) -> None:
+        """A peer was told to serve: from now on its work counts."""
+        member = self._by_peer.get(peer_id)
+        if member is not None:
+            self._by_peer[peer_id] = replace(member, was_admitted=True)
 
     def of_stage(self, stage: int, *states: str) -> list[Member]:
         """The peers of a stage in one of `states`, in a fixed order."""
@@ -121,7 +128,7 @@ class Members:
         """The run was rolled back: nobody's state counts until its next sign of life."""
         for member in self.everybody():
             self._by_peer[member.peer_id] = replace(
-                member, listening_from=None, step=0, state_digest="", state="unknown"
+                member, listening_from=None, step=0, state_digest="", state="unknown", was_admitted=False
             )
 
     def remove(self, peer_id: str, *, must_sync: bool = False) -> Member | None:

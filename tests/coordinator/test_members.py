@@ -35,6 +35,18 @@ def test_a_restart_is_noticed_and_so_is_another_stage() -> None:
     assert members.enroll("p", sign(life="b", stage=2), now=3.0) is None
 
 
+def test_work_counts_from_the_moment_in_which_a_peer_was_told_to_serve() -> None:
+    """Others may find it, and have their answers through it, before its own next sign of life says so."""
+    members = Members()
+    members.enroll("p", sign(state="joining"), now=0.0)
+    hop = Hop(0, "p", "a")
+    assert not members.counts(hop)
+    members.admit("p")
+    assert members.counts(hop)
+    members.enroll("p", sign(state="syncing"), now=1.0)
+    assert not members.counts(hop)
+
+
 @pytest.mark.parametrize("before", ["serving", "syncing"])
 def test_a_sign_that_crossed_an_apply_does_not_take_a_serving_peer_back(before: str) -> None:
     members = Members()
