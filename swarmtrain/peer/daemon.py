@@ -276,8 +276,6 @@ class PeerDaemon:
         built = await compute.run(
             Kind.STEP, -1, lambda: StageWorker(StageState(manifest, options.stage, device=options.device))
         )
-        jobs = StageJobs(manifest, built.value, graph_budget_bytes=fit.graph_budget_bytes)
-        await compute.run(Kind.STEP, -1, jobs.rehearse)
         dispatcher: Dispatcher | None = None
         if options.stage < manifest.stages.count - 1:
             below = options.stage + 1
@@ -293,7 +291,7 @@ class PeerDaemon:
             incarnation=self.incarnation,
             node=node,
             compute=compute,
-            jobs=jobs,
+            jobs=StageJobs(manifest, built.value, graph_budget_bytes=fit.graph_budget_bytes),
             authority=link,
             dispatcher=dispatcher,
             max_queue=options.max_queue,

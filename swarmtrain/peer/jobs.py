@@ -7,7 +7,6 @@ whether a microbatch's autograd graph is kept until its gradient comes or the st
 from __future__ import annotations
 
 import hashlib
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -89,26 +88,6 @@ class StageJobs:
         self.num_forwards = 0  # microbatches whose forward was computed, recomputations not counted
         self.num_recomputed = 0
         self.generation = 0  # counts changes of the state
-
-    def rehearse(self, limit_s: float = 1.0) -> int:
-        """Go through as many microbatches at once as may come, for so long at most, and drop them; returns how many.
-
-        The memory for their graphs is taken now, not in a busy moment hours later, and what the first pass of a process
-        prepares is prepared before anybody waits for it. Nothing is counted, no sum is touched.
-        """
-        started = time.monotonic()
-        tokens = self._tokens(bytes(self._id_type.itemsize * self._token_shape[0] * self._token_shape[1]))
-        shape, state = self._limits.expected_shape, self.worker.state
-        assert shape is not None
-        nothing = torch.zeros(shape, device=state.device, dtype=state.dtype)
-        passes: list[Pass] = []
-        while len(passes) < min(self.max_graphs, self.manifest.batch.microbatches_per_step):
-            passes.append(self.worker.forward(tokens, None if self.plan.is_first else nothing))
-            if self.plan.is_last or time.monotonic() - started > limit_s:
-                break  # the last stage keeps no graph
-        for done in passes:
-            self.worker.backward(done, None if self.plan.is_last else nothing)
-        return len(passes)
 
     def check_tokens(self, tokens: Raw) -> None:
         """Raise BadTensor unless these are the token ids of one microbatch. Cheap: for the event loop, too."""

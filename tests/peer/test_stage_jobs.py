@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ import torch
 from swarmtrain.codec import DEFAULT_LIMITS, Direction, Encoded, MessageContext, Ticket
 from swarmtrain.model.sizes import id_type
 from swarmtrain.model.state import StageState
-from swarmtrain.model.worker import Gradients, Pass, StageWorker
+from swarmtrain.model.worker import StageWorker
 from swarmtrain.peer.fidelity import SAMPLE_EVERY, Fidelity
 from swarmtrain.peer.jobs import BadTensor, StageJobs, StaleWork
 from swarmtrain.peer.ledger import Entry
@@ -67,39 +65,6 @@ def test_recomputing_a_stage_gives_the_same_bits_as_keeping_its_graph(manifest: 
     run_chain(recomputing, jobs_of(manifest, 1), manifest, [0, 1, 2])
     assert (keeping.num_recomputed, recomputing.num_recomputed) == (0, 2)  # a budget of nothing still keeps one
     assert torch.equal(keeping.worker.sum.total, recomputing.worker.sum.total)
-
-
-@pytest.mark.parametrize("kind", ["dense", "subspace", "projected", "learned"])
-@pytest.mark.parametrize(("stage", "budget", "expected"), [(0, HUGE, 4), (0, 1, 1), (1, HUGE, 1)])
-def test_a_rehearsal_takes_the_graphs_of_a_whole_step_and_leaves_no_trace(
-    manifest: Manifest, monkeypatch: pytest.MonkeyPatch, kind: str, stage: int, budget: int, expected: int
-) -> None:
-    jobs = jobs_of(parse_manifest(manifest.canonical(), [f"boundary.kind={kind}"]), stage, budget)
-    before, alive, most = jobs.state_digest(), 0, 0
-    forward, backward = jobs.worker.forward, jobs.worker.backward
-
-    def counted_forward(*arguments: Any) -> Pass:
-        nonlocal alive, most
-        alive += 1
-        most = max(most, alive)
-        return forward(*arguments)
-
-    def counted_backward(*arguments: Any) -> Gradients:
-        nonlocal alive
-        alive -= 1
-        return backward(*arguments)
-
-    monkeypatch.setattr(jobs.worker, "forward", counted_forward)
-    monkeypatch.setattr(jobs.worker, "backward", counted_backward)
-    assert jobs.rehearse(limit_s=60.0) == expected == most
-    assert alive == 0
-    assert jobs.state_digest() == before
-    assert not bool(jobs.worker.sum.total.any())
-    assert (jobs.num_forwards, jobs.num_recomputed) == (0, 0)
-
-
-def test_a_rehearsal_of_a_slow_stage_is_short(manifest: Manifest) -> None:
-    assert jobs_of(manifest, 0).rehearse(limit_s=0.0) == 1
 
 
 def test_an_extra_microbatch_is_taken_out_exactly_and_can_come_back(manifest: Manifest) -> None:
