@@ -79,6 +79,7 @@ ANNOUNCE_S = 15.0
 ENROLL_S = 2.0
 MAX_LEDGER_BYTES = 4 << 30
 GONE_LIFE_S = 5.0
+DESERTED_S = 5.0  # a draining peer that does not hear the coordinator for so long need not wait for it
 
 
 class PeerDaemon:
@@ -101,6 +102,8 @@ class PeerDaemon:
         self._leave_reason = "asked to leave"
         self._wake = asyncio.Event()  # announce now
         self._hurry = asyncio.Event()  # show a sign of life now
+        self._heard_at = -DESERTED_S  # when the coordinator last answered a sign of life
+        self._deserted = asyncio.Event()  # it has not for long
         self.context: PeerContext | None = None
         self.node: Node | None = None
         self._handlers: dict[type[Message], Callable[[Any, Exchange], Any]] = {}
@@ -361,11 +364,15 @@ class PeerDaemon:
                     context.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
                 if link.is_over:
                     self.leave("the run is complete")
+                if asyncio.get_running_loop().time() - self._heard_at > DESERTED_S:
+                    self._deserted.set()
             await self._pause(ENROLL_S if context.state is not PeerState.SYNCING else ENROLL_S / 4)
 
     async def _show_life(self, coordinator: str, context: PeerContext) -> None:
         sign = self._sign_of_life(context)
         answer = await context.node.call(coordinator, sign, deadline_s=10.0, expect=Enrolled)
+        self._heard_at = asyncio.get_running_loop().time()
+        self._deserted.clear()
         await context.enter_term(answer.term)
         context.word = understood(answer.reason)
         now = self._sign_of_life(context)
@@ -451,17 +458,27 @@ class PeerDaemon:
         )
 
     async def _drain(self, context: PeerContext) -> None:
-        """Take no new work; wait until what is in the ledger has been applied, within the stated time."""
+        """Take no new work; wait until what is in the ledger has been applied, within the stated time.
+
+        Not without a coordinator: nobody would apply it, and whoever coordinates later has it computed again.
+        """
         context.become(PeerState.DRAINING)
         self._phase("draining", self._leave_reason)
         self._wake.set()
         self._hurry.set()
-        step = context.step
         if len(context.ledger) == 0:
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.options.drain_s), context.step_changed:
-                await context.step_changed.wait_for(lambda: context.step > step)
+        waits = [asyncio.create_task(self._passed(context, context.step)), asyncio.create_task(self._deserted.wait())]
+        try:
+            await asyncio.wait(waits, timeout=self.options.drain_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _passed(self, context: PeerContext, step: int) -> None:
+        async with context.step_changed:
+            await context.step_changed.wait_for(lambda: context.step > step)
 
     async def _control(self, stack: contextlib.AsyncExitStack, context: PeerContext) -> None:
         commands = control_commands(context, self.observer.snapshot, self.leave, self._change)

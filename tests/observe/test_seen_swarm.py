@@ -19,7 +19,7 @@ from swarm.harness import Daemon, Swarm, ask_daemon, swarmtrain, tiny, until
 from swarmtrain.cli.status_text import status_text
 from swarmtrain.observe.activity import Cause
 
-from .web import get, get_json, scrape, total, value
+from .web import Samples, get, get_json, scrape, total, value
 
 pytestmark = pytest.mark.swarm
 
@@ -65,6 +65,10 @@ def idle_for(daemon: Daemon, cause: Cause, reason: str = "", *, timeout_s: float
     return found
 
 
+def num_finished(samples: Samples) -> float:
+    return value(samples, "swarmtrain_peer_microbatches_total", result="finished")
+
+
 def test_no_lease(swarm: Swarm) -> None:
     last = peer(swarm, "last")
     swarm.wait_serving(last)
@@ -90,6 +94,7 @@ def test_the_parts_of_a_peers_time_add_up_to_the_wall_clock(swarm: Swarm) -> Non
     swarm.wait_step(2)
     first, last = peer(swarm, "first"), peer(swarm, "last")
     urls = [swarm.wait(daemon, "phase_reached", phase="metrics")["detail"] for daemon in (first, last)]
+    until(lambda: num_finished(scrape(urls[0])) > 0, "work comes to the first, too")  # it may be late, or slow at first
     before = [(time.monotonic(), scrape(url)) for url in urls]
     swarm.wait_step(swarm.coordinator.status()["step"] + 4)
     time.sleep(1.0)
@@ -100,7 +105,7 @@ def test_the_parts_of_a_peers_time_add_up_to_the_wall_clock(swarm: Swarm) -> Non
         assert spent == pytest.approx(ended - began, rel=0.02, abs=0.05)
         computed = value(new, "swarmtrain_peer_seconds_total", part="compute")
         assert computed == pytest.approx(total(new, "swarmtrain_peer_compute_seconds_total"), rel=0.1, abs=0.1)
-        assert value(new, "swarmtrain_peer_microbatches_total", result="finished") > 0
+        assert num_finished(new) >= num_finished(old) > 0
 
 
 def test_banned(swarm: Swarm) -> None:
