@@ -127,7 +127,7 @@ class Applies:
             applied = await self._call(member, decision, keep=False)
         except NetError as error:
             log.info("newcomer %s fell behind at step %d: %s", member.peer_id[-8:], decision.step, error)
-            self._context.members.stop_listening(member.key)
+            self._context.members.stop_listening(member.key, decision.step)
             return
         # It may say by now that it serves, and be counted for the next reduction only if its step is known here.
         await self._applied(member, decision, applied)

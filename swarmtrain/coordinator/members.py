@@ -118,10 +118,12 @@ class Members:
             if member.listening_from is None:
                 self._by_peer[member.peer_id] = replace(member, listening_from=step)
 
-    def stop_listening(self, key: tuple[str, str]) -> None:
-        """A newcomer has missed a reduction: only a later state can help it."""
+    def stop_listening(self, key: tuple[str, str], step: int) -> None:
+        """A newcomer has missed the reduction of `step`: only a later state can help it, unless it fetches one already."""
         member = self._by_peer.get(key[0])
-        if member is not None and member.incarnation == key[1]:
+        if member is None or member.incarnation != key[1] or member.listening_from is None:
+            return
+        if member.listening_from <= step:
             self._by_peer[key[0]] = replace(member, listening_from=None)
 
     def forget_steps(self) -> None:

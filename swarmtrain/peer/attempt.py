@@ -28,6 +28,7 @@ class Attempt:
         self._lanes: dict[Lane, Reduction] = {}
         self._changed = asyncio.Condition()
         self._is_closed = False
+        self.is_finished = False
         coder = context.jobs.coder
         self._num_fused = coder.layout.num_fused if prepare.fused else 0
         self._factors = coder.spec.kind == "powersgd" and prepare.compress and bool(coder.layout.factored)
@@ -37,11 +38,23 @@ class Attempt:
         """What orders attempts."""
         return (self.prepare.term, self.prepare.step, self.prepare.attempt)
 
+    @property
+    def has_listeners(self) -> bool:
+        """Whether there may be somebody who only receives, and takes longer than the others."""
+        return any(not entry.owned for entry in (*self.prepare.roster, *self.prepare.fused))
+
     async def lane(self, lane: Lane) -> Reduction | None:
         """The reduction of a lane, as soon as this peer has begun it; None if it never will."""
         async with self._changed:
             await self._changed.wait_for(lambda: lane in self._lanes or self._is_closed)
         return self._lanes.get(lane)
+
+    def finish(self) -> None:
+        """This peer has the whole sum. What it owns of it can still be asked for; its own share is not needed again."""
+        self.is_finished = True
+        self._share = None
+        for reduction in self._lanes.values():
+            reduction.forget_share()
 
     async def close(self) -> None:
         """Give up: whoever waits for something of this peer is told so."""

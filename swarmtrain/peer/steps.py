@@ -43,6 +43,7 @@ STEP_WAIT_S = 15.0
 PART_WAIT_S = 10.0  # how long a share waits for this peer's own prepare
 REDUCE_S = 60.0
 MAX_BUFFERED_STEPS = 64  # reduced gradients that a listener keeps, if its memory allows; then it needs a newer state
+MAX_PAST = 3  # finished reductions that are kept for newcomers who are still receiving them
 MAX_SNAPSHOTS = 2  # one for newcomers, one for a checkpoint
 SNAPSHOT_LIFE_S = 30.0  # a copy of the state that nobody has fetched from for so long is dropped
 _STEP_JOB = -1  # step work has no microbatch
@@ -57,6 +58,14 @@ class Ready:
     digest: str
 
 
+@dataclass(frozen=True)
+class _Hearing:
+    """A newcomer's part in one step's reduction."""
+
+    attempt: tuple[int, int]  # term, attempt
+    task: asyncio.Task[Prepared | Unprepared]
+
+
 class Steps:
     """Answers `Prepare`, `Part` and `Apply`."""
 
@@ -65,6 +74,9 @@ class Steps:
         self._attempt = _NO_ATTEMPT  # term, step, attempt
         self._task: asyncio.Task[Prepared | Unprepared] | None = None
         self._reducing: Attempt | None = None
+        self._past: dict[tuple[int, int, int], Attempt] = {}
+        self._hearing: dict[int, _Hearing] = {}  # by step: what a newcomer receives, one after the other
+        self._turn = asyncio.Lock()
         self._reduction_changed = asyncio.Condition()
         self.bases = Bases(context)
         self._ready: dict[int, Ready] = {}
@@ -81,16 +93,18 @@ class Steps:
         context = self._context
         await context.check_coordinator(exchange.peer_id, prepare.run, prepare.term, prepare.stage)
         self._check_roster(prepare)
-        if context.state is not PeerState.SYNCING:
+        if context.state is PeerState.SYNCING:
+            task = self._hear(prepare)
+        else:
             await context.reach_step(prepare.step, timeout_s=STEP_WAIT_S)
-        wanted = (prepare.term, prepare.step, prepare.attempt)
-        if wanted < self._attempt:
-            raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up")
-        if wanted > self._attempt or self._task is None:
-            await self._give_up()
-            self._attempt = wanted
-            self._task = asyncio.create_task(self._prepare(prepare), name=f"prepare step {prepare.step}")
-        task = self._task
+            wanted = (prepare.term, prepare.step, prepare.attempt)
+            if wanted < self._attempt:
+                raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up")
+            if wanted > self._attempt or self._task is None:
+                await self._give_up(next_step=prepare.step)
+                self._attempt = wanted
+                self._task = asyncio.create_task(self._prepare(prepare), name=f"prepare step {prepare.step}")
+            task = self._task
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -98,22 +112,47 @@ class Steps:
                 raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up") from None
             raise
 
+    def _hear(self, prepare: Prepare) -> asyncio.Task[Prepared | Unprepared]:
+        """A newcomer receives a step's reduction when it has those before it: the others may be steps ahead."""
+        for past in [step for step in self._hearing if step < self._context.step]:
+            self._hearing.pop(past).task.cancel()  # no more than a formality, unless a newer state has come since
+        wanted, known = (prepare.term, prepare.attempt), self._hearing.get(prepare.step)
+        if known is not None and known.attempt > wanted:
+            raise self._context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up")
+        if known is None or known.attempt < wanted:
+            if known is not None:
+                known.task.cancel()
+            task = asyncio.create_task(self._receive(prepare), name=f"hear step {prepare.step}")
+            known = self._hearing[prepare.step] = _Hearing(wanted, task)
+        return known.task
+
+    async def _receive(self, prepare: Prepare) -> Prepared | Unprepared:
+        async with self._turn:
+            answer = await self._prepare(prepare)
+        if isinstance(answer, Unprepared):  # without this one, those after it are of no use
+            for step in [step for step in self._hearing if step > prepare.step]:
+                self._hearing.pop(step).task.cancel()
+        return answer
+
     async def part(self, part: Part, exchange: Exchange) -> ReducedPart:
         """Another peer's share of a piece that this peer owns."""
         context = self._context
         is_fused = part.lane == Lane.FUSED  # between two stages: the roster says who belongs to it
         await context.check_neighbour(part.run, part.term, context.stage if is_fused else part.stage)
         wanted = (part.term, part.step, part.attempt)
-        try:
-            async with asyncio.timeout(PART_WAIT_S), self._reduction_changed:
-                await self._reduction_changed.wait_for(lambda: self._reducing is not None and self._key() >= wanted)
-        except TimeoutError:
-            raise context.refuse(Code.UNKNOWN, "this peer was not asked to prepare this attempt") from None
-        if self._reducing is None or self._key() != wanted:
+        attempt = self._past.get(wanted)
+        if attempt is None:
+            try:
+                async with asyncio.timeout(PART_WAIT_S), self._reduction_changed:
+                    await self._reduction_changed.wait_for(lambda: self._reducing is not None and self._key() >= wanted)
+            except TimeoutError:
+                raise context.refuse(Code.UNKNOWN, "this peer was not asked to prepare this attempt") from None
+            attempt = self._reducing
+        if attempt is None or attempt.key != wanted:
             raise context.refuse(Code.AHEAD, f"attempt {part.attempt} was given up")
         try:
             async with asyncio.timeout(REDUCE_S):  # a lane may begin when another one has ended
-                reduction = await self._reducing.lane(Lane(part.lane))
+                reduction = await attempt.lane(Lane(part.lane))
         except TimeoutError:
             raise context.refuse(Code.UNKNOWN, f"this attempt has no lane {part.lane}") from None
         if reduction is None:
@@ -192,6 +231,7 @@ class Steps:
         """Another state is coming: what was computed, prepared or decided before does not count."""
         context = self._context
         await self._give_up()
+        await self._stop_hearing()
         async with self._applying:
             self._ready.clear()
             self._decisions.clear()
@@ -202,6 +242,15 @@ class Steps:
     async def close(self) -> None:
         """Give up what is under way."""
         await self._give_up()
+        await self._stop_hearing()
+
+    async def _stop_hearing(self) -> None:
+        tasks = [item.task for item in self._hearing.values()]
+        self._hearing.clear()
+        self._past.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _note_decision(self, apply: Apply) -> Applied:
         """A listener hears a decision; it follows as soon as the state before it is there."""
@@ -244,11 +293,11 @@ class Steps:
             raise self._context.refuse(Code.UNKNOWN, str(error), retry_after_s=1.0) from error
 
     async def _prepare(self, prepare: Prepare) -> Prepared | Unprepared:
-        context = self._context
+        context, is_newcomer = self._context, self._context.state is PeerState.SYNCING
         mine = self._my_entry(prepare)
         if mine is None:
             return Unprepared(b"", (), "the roster does not name this incarnation of the peer")
-        if context.state is PeerState.SYNCING and len(self._ready) >= self._max_buffered:
+        if is_newcomer and len(self._ready) >= self._max_buffered:
             return Unprepared(b"", (), "too many steps behind to keep more of them")
         wanted = set(np.frombuffer(mine.microbatches, dtype="<u4").tolist())
         share = None
@@ -260,15 +309,17 @@ class Steps:
             share = await self._share(ledger, wanted, prepare.step)
         context.faults.hit(Point.IN_PREPARE)
         attempt = Attempt(context, prepare, share)
-        async with self._reduction_changed:
-            self._reducing = attempt
-            self._reduction_changed.notify_all()
+        if not is_newcomer:  # it owns nothing: nobody asks it for parts
+            async with self._reduction_changed:
+                self._reducing = attempt
+                self._reduction_changed.notify_all()
         try:
             with context.compute.split.during(TimePart.REDUCE):
                 reduced = await attempt.run(deadline_s=REDUCE_S)
         except ReductionFailed as error:
             log.info("reduction of step %d failed: %s", prepare.step, error)
             return Unprepared(b"", error.suspects, str(error)[:1000])
+        attempt.finish()
         finished = await context.compute.run(Kind.STEP, _STEP_JOB, lambda: context.jobs.finish(reduced.gradient))
         squared_norm, digest = finished.value
         self._ready[prepare.step] = Ready(reduced, digest)
@@ -282,10 +333,17 @@ class Steps:
         )
         return timed.value
 
-    async def _give_up(self) -> None:
-        if self._reducing is not None:
-            await self._reducing.close()
+    async def _give_up(self, *, next_step: int = -1) -> None:
+        """End the attempt under way. One that is finished, and before `next_step`, stays for who is still receiving."""
+        attempt = self._reducing
+        if attempt is not None:
             self._reducing = None
+            step = attempt.prepare.step
+            self._past = {key: item for key, item in self._past.items() if item.prepare.step > step - MAX_PAST}
+            if attempt.is_finished and attempt.has_listeners and step < next_step:
+                self._past[attempt.key] = attempt
+            else:
+                await attempt.close()
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -99,6 +99,10 @@ class Reduction:
         except ExceptionGroup as group:
             raise _first(group) from group
 
+    def forget_share(self) -> None:
+        """All is added up: only the answers for others are still needed."""
+        self._share = None
+
     def close(self) -> None:
         """Give up: whoever waits for a piece of this peer is told so."""
         for owned in self._owned.values():

@@ -63,7 +63,9 @@ def test_a_newcomer_waits_while_others_have_the_state_and_fetches_what_they_keep
     members.listen(1, 5)
     book = StageBook("d5", snapshot=StateOffer(5, "d5", ("b",)))
     assert verdict(members, book) is Verdict.SYNC
-    members.stop_listening(("a", "1"))  # it missed a reduction: the old snapshot does not help it any more
+    members.stop_listening(("a", "1"), 4)  # word of one that was missed before
+    assert verdict(members, book) is Verdict.SYNC
+    members.stop_listening(("a", "1"), 5)  # it missed a reduction: the old snapshot does not help it any more
     assert verdict(members, book) is Verdict.WAIT
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from swarmtrain.model.buffers import StateLayout
+
 from .comparison import References, assert_equals_reference
 from .faults import NUM_STAGES, hold, last_step, release, start_armed, three_stages, wait_killed
 from .harness import Daemon, Swarm, ask_daemon
@@ -35,6 +37,29 @@ def test_newcomers_of_every_stage_follow_and_take_over(place: Path, reference: R
         swarm.wait_end()
         assert_equals_reference(swarm, reference(manifest))
         assert not swarm.events("run_rolled_back")
+
+
+@pytest.mark.long
+def test_a_newcomer_whose_line_just_carries_the_reductions_gets_its_state_beside_them(
+    place: Path, reference: References
+) -> None:
+    """It is still receiving a step's sum when the next one is added up: that must not send it back to the start."""
+    manifest = three_stages("schedule.steps=60", "model.hidden_size=64", "model.ffn_size=256")
+    num_bytes = 4 * StateLayout(manifest, 1).gradient_size
+    pace = 0.5 / manifest.batch.microbatches_per_step
+    paced = {"SWARMTRAIN_PACE": f"{pace}:{pace}"}
+    with Swarm(manifest, place, num_peers=1, min_peers=NUM_STAGES) as swarm:
+        for stage in (1, 2):
+            swarm.start_peer(stage, "--enable-test-faults", environment=paced if stage == 1 else None)
+        swarm.wait_step(3)
+        applied = [event["at"] for event in swarm.events("step_applied")]
+        step_s = (applied[-1] - applied[0]) / (len(applied) - 1)
+        line = f"{int(8 * num_bytes / (0.8 * step_s) / 1000)}kbit"
+        newcomer = swarm.start_peer(1, "--max-down", line)
+        swarm.wait_serving(newcomer)
+        assert newcomer.phases().count("syncing") == 1
+        swarm.wait_end()
+        assert_equals_reference(swarm, reference(manifest))
 
 
 def test_a_donor_that_sends_a_wrong_chunk_is_dropped_and_named(place: Path, reference: References) -> None:
