@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from swarmtrain.errors import DivergedError
 from swarmtrain.model.sizes import id_type
 from swarmtrain.net.errors import NetError, Refusal
 from swarmtrain.observe.events import WorkReplayed
-from swarmtrain.route.window import LeaseDeadlines
+from swarmtrain.route.window import InFlightWindow, LeaseDeadlines, stepwise
 from swarmtrain.run.schedule import mean_loss
 from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
 
@@ -21,7 +22,27 @@ log = logging.getLogger(__name__)
 
 FIRST_LEASE_S = 120.0  # until enough have come back to know how long one takes
 MIN_LEASE_S = 30.0
+MIN_IN_FLIGHT = 4
 REPAIR_PAUSE_S = 0.3  # between rounds of repair
+
+
+class Room:
+    """Lets so many in at once; how many, may change meanwhile."""
+
+    def __init__(self, size: Callable[[], int]) -> None:
+        self._size, self._inside, self._changed = size, 0, asyncio.Event()
+
+    async def enter(self) -> None:
+        """Wait until there is room, and take it."""
+        while self._inside >= self._size():
+            self._changed.clear()
+            await self._changed.wait()
+        self._inside += 1
+
+    def leave(self) -> None:
+        """Make room."""
+        self._inside -= 1
+        self._changed.set()
 
 
 class Leases:
@@ -31,17 +52,23 @@ class Leases:
         self._context = context
         self._id_type = id_type(context.manifest.model.vocab_size)
         self._deadlines = LeaseDeadlines(initial_s=FIRST_LEASE_S, minimum_s=MIN_LEASE_S)
+        self._in_flight = InFlightWindow(
+            stepwise(initial=MIN_IN_FLIGHT, maximum=context.manifest.batch.microbatches_per_step)
+        )
 
     async def run(self, step: int, books: StepBooks) -> None:
         """Lease all microbatches of `step`; returns when each has been answered."""
-        room = asyncio.Semaphore(self._window())
+        room = Room(self.window)
 
         async def one(microbatch: int) -> None:
-            async with room:
+            try:
                 await self._lease(step, microbatch, books, ())
+            finally:
+                room.leave()
 
         async with asyncio.TaskGroup() as tasks:
             for microbatch in range(books.num_microbatches):
+                await room.enter()
                 tasks.create_task(one(microbatch))
 
     async def repair(self, step: int, books: StepBooks) -> None:
@@ -54,7 +81,7 @@ class Leases:
             for stage in sorted({plan.lowest_missing_stage for plan in plans}):
                 count = sum(plan.lowest_missing_stage == stage for plan in plans)
                 self._context.events.emit(WorkReplayed(step, stage, count))
-            room = asyncio.Semaphore(self._window())
+            room = asyncio.Semaphore(self.window())
             async with asyncio.TaskGroup() as tasks:
                 for plan in plans:
                     tasks.create_task(self._replay(step, plan, books, room))
@@ -64,7 +91,7 @@ class Leases:
     async def validate(self, count: int) -> float:
         """Mean loss over `count` validation microbatches, which go the same way, forward only."""
         context = self._context
-        room = asyncio.Semaphore(self._window())
+        room = asyncio.Semaphore(self.window())
 
         async def one(index: int) -> float:
             async with room:
@@ -75,7 +102,10 @@ class Leases:
 
     async def _lease(self, step: int, microbatch: int, books: StepBooks, hints: tuple[Hop, ...]) -> None:
         tokens = self._context.sampler.microbatch(step, microbatch)
+        started = asyncio.get_running_loop().time()
         done = await self._call(self._work(step, microbatch, tokens, hints=hints))
+        delay_s = asyncio.get_running_loop().time() - started
+        self._in_flight.finished(delay_s, min(done.waited_s, delay_s))
         await self._record(microbatch, done, books)
 
     async def _replay(self, step: int, plan: ReplayPlan, books: StepBooks, room: asyncio.Semaphore) -> None:
@@ -138,6 +168,6 @@ class Leases:
             boundary=b"",
         )
 
-    def _window(self) -> int:
-        """Microbatches under way at once: enough to keep every peer busy, with one waiting."""
-        return max(4, 2 * len(self._context.members.everybody()))
+    def window(self) -> int:
+        """Microbatches under way at once: two for every peer, one of which waits there; more where links are slow."""
+        return max(self._in_flight.size, 2 * len(self._context.members.everybody()))

@@ -139,7 +139,7 @@ class Microbatches:
             context.faults.hit(Point.AFTER_FORWARD)
             clock.queue_s, clock.forward_s = timed.queue_s, timed.run_s
             if context.dispatcher is None:
-                answer = self._answer(clock, timed.value.payload, timed.value.loss, ())
+                answer = self._answer(clock, timed.value.payload, timed.value.loss)
             else:
                 below, gradient = await self._gradient_from_below(entry, work, timed.value, partner, deadline_s)
                 context.faults.hit(Point.BEFORE_BACKWARD)
@@ -149,7 +149,7 @@ class Microbatches:
                 )
                 clock.queue_s += back.queue_s
                 clock.backward_s = back.run_s
-                answer = self._answer(clock, back.value.payload, below.loss, below.route)
+                answer = self._answer(clock, back.value.payload, below.loss, below)
         except BaseException as error:
             if not entry.accumulated:
                 ledger.drop(entry)
@@ -300,15 +300,16 @@ class Microbatches:
         for exchange in self._listeners.get(entry.microbatch, ()):
             exchange.progress(item)
 
-    def _answer(self, clock: _Clock, payload: bytes, loss: float, route: tuple[Hop, ...]) -> Done:
+    def _answer(self, clock: _Clock, payload: bytes, loss: float, below: Done | None = None) -> Done:
         return Done(
             loss=loss,
-            route=(self._context.hop, *route),
+            route=(self._context.hop, *(below.route if below is not None else ())),
             queue_s=clock.queue_s,
             forward_s=clock.forward_s,
             backward_s=clock.backward_s,
             gradient=payload,
             load_s=self._load_s(),
+            waited_s=clock.queue_s + (below.waited_s if below is not None else 0.0),
         )
 
     def _load_s(self) -> float:

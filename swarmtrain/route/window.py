@@ -1,12 +1,10 @@
-"""How many microbatches a stage-0 peer keeps in flight, and how long a lease may take.
+"""How many microbatches are kept in flight, and how long a lease may take.
 
 By Little's law, in flight = throughput x delay. Below saturation more in flight gives more throughput at the same
 delay; above it, only more delay. The window grows while queueing is a moderate part of the delay, and shrinks when it
-is nearly all of it. The thresholds are high because a pipeline of many equal stages needs deep queues to keep every
-processor busy: answers come back in bursts that no routing can smooth (docs/simulator.md).
-
-The window bounds what is *away*. What waits at home serves nobody, so a stage-0 peer takes a new lease only when none
-of its forwards is waiting; that alone gives slow stage-0 peers little and fast ones much.
+is most of it. The thresholds are high because a pipeline of many equal stages needs deep queues to keep every processor
+busy: answers come back in bursts that no routing can smooth. With steps they are lower (`stepwise`), because what is in
+flight when a step ends comes back as a row of backwards, during which the first stage is not fully used.
 """
 
 from __future__ import annotations
@@ -26,6 +24,11 @@ class WindowOptions:
     grow_below: float = 4.0
     shrink_above: float = 6.0
     base_memory: int = 256  # completions over which the delay without queues is remembered
+
+
+def stepwise(*, initial: int, maximum: int) -> WindowOptions:
+    """For work that ends together, step by step."""
+    return WindowOptions(initial=initial, maximum=maximum, grow_below=3.0, shrink_above=4.0)
 
 
 class InFlightWindow:

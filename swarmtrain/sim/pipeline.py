@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import LinkView
-from swarmtrain.route.window import InFlightWindow, WindowOptions
+from swarmtrain.route.window import InFlightWindow, WindowOptions, stepwise
 from swarmtrain.sim.directory import Directory, stage_bytes
 from swarmtrain.sim.engine import Engine
 from swarmtrain.sim.meters import Meters
@@ -68,7 +68,8 @@ class Pipeline:
         peer.router = None
         if stage == 0:
             initial = min(2 * scenario.num_stages, scenario.window_limit)
-            peer.window = InFlightWindow(WindowOptions(initial=initial, maximum=scenario.window_limit))
+            options_of = stepwise if scenario.batch else WindowOptions
+            peer.window = InFlightWindow(options_of(initial=initial, maximum=scenario.window_limit))
         if stage < self.last:
             bytes_in, bytes_out = stage_bytes(scenario, stage + 1)
             options = RouterOptions(my_up_bytes_per_s=peer.up_rate, bytes_in=bytes_in, bytes_out=bytes_out)

@@ -1,0 +1,114 @@
+"""How many microbatches are under way at once: it follows the delay, and never falls below two per peer."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from swarmtrain.coordinator.books import StepBooks
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.lease import Leases, Room
+from swarmtrain.observe.events import Events
+from swarmtrain.run.presets import preset
+from swarmtrain.wire.messages import Done, Enroll, Hop, Work
+
+NUM_MICROBATCHES = 120
+NUM_STAGES = 2
+
+
+class Pipeline:
+    """Answers every lease after `delay_s`, of which it says to have waited the share `waited` in queues."""
+
+    def __init__(self, delay_s: float, waited: float) -> None:
+        self._delay_s, self._waited = delay_s, waited
+        self.num_inside = self.most_inside = 0
+        self.seen: list[int] = []
+
+    async def call(self, work: Work, **_: object) -> Done:
+        self.seen.append(work.microbatch)
+        self.num_inside += 1
+        self.most_inside = max(self.most_inside, self.num_inside)
+        began = asyncio.get_running_loop().time()
+        await asyncio.sleep(self._delay_s)
+        took_s = asyncio.get_running_loop().time() - began  # longer than asked for, on a busy machine
+        self.num_inside -= 1
+        route = tuple(Hop(stage, f"p{stage}", "1") for stage in range(NUM_STAGES))
+        return Done(1.0, route, 0.0, 0.0, 0.0, b"", waited_s=self._waited * took_s)
+
+
+def leases_over(pipeline: Pipeline, num_peers: int) -> Leases:
+    manifest = preset("nano", [f"batch.microbatches_per_step={NUM_MICROBATCHES}"])
+    nothing = cast(Any, None)
+    context = RunContext(
+        manifest=manifest,
+        run_id="run",
+        term=1,
+        node=nothing,
+        dispatcher=cast(Any, pipeline),
+        journal=nothing,
+        sampler=cast(Any, SimpleNamespace(microbatch=lambda step, index: np.zeros((1, 2)))),
+        events=Events(),
+    )
+    for number in range(num_peers):
+        sign = Enroll("run", number % NUM_STAGES, "serving", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "")
+        context.members.enroll(f"p{number}", sign, 0.0)
+    return Leases(context)
+
+
+@pytest.mark.parametrize(("waited", "grows"), [(0.0, True), (0.9, False)])
+def test_more_is_in_flight_where_time_goes_into_distance_and_not_where_it_goes_into_queues(
+    waited: float, grows: bool
+) -> None:
+    async def main() -> tuple[Pipeline, Leases]:
+        pipeline = Pipeline(0.005, waited)
+        leases = leases_over(pipeline, num_peers=3)
+        await leases.run(0, StepBooks(NUM_STAGES, NUM_MICROBATCHES))
+        return pipeline, leases
+
+    pipeline, leases = asyncio.run(main())
+    assert pipeline.seen == list(range(NUM_MICROBATCHES))  # each once, in order
+    assert (pipeline.most_inside > 20) is grows
+    assert pipeline.most_inside >= 6  # two for each of three peers
+    assert leases.window() <= NUM_MICROBATCHES
+
+
+def test_a_failed_lease_ends_the_step_although_others_wait_for_room() -> None:
+    class Broken(Pipeline):
+        async def call(self, work: Work, **_: object) -> Done:
+            if work.microbatch == 3:
+                raise ZeroDivisionError
+            return await super().call(work)
+
+    async def main() -> None:
+        leases = leases_over(Broken(10.0, 0.0), num_peers=2)
+        await leases.run(0, StepBooks(NUM_STAGES, NUM_MICROBATCHES))
+
+    with pytest.raises(ExceptionGroup):
+        asyncio.run(asyncio.wait_for(main(), 5.0))
+
+
+def test_room_that_grows_lets_more_in() -> None:
+    async def main() -> list[int]:
+        size, entered = 1, []
+        room = Room(lambda: size)
+
+        async def enter(number: int) -> None:
+            await room.enter()
+            entered.append(number)
+
+        waiting = asyncio.create_task(enter(0))
+        await waiting
+        more = asyncio.create_task(enter(1))
+        await asyncio.sleep(0)
+        assert entered == [0]
+        size = 2
+        room.leave()
+        await more
+        await enter(2)
+        return entered
+
+    assert asyncio.run(main()) == [0, 1, 2]
