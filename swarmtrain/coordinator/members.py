@@ -119,7 +119,7 @@ class Members:
                 self._by_peer[member.peer_id] = replace(member, listening_from=step)
 
     def stop_listening(self, key: tuple[str, str], step: int) -> None:
-        """A newcomer has missed the reduction of `step`: only a later state can help it; it may be fetching one already."""
+        """A newcomer has missed the reduction of `step`: it needs a later state, if it is not fetching one already."""
         member = self._by_peer.get(key[0])
         if member is None or member.incarnation != key[1] or member.listening_from is None:
             return

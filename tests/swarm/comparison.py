@@ -47,6 +47,10 @@ class References:
         return self._known[digest]
 
 
+class WrongResult(AssertionError):
+    """Other bits than the reference's, or books that do not balance."""
+
+
 def assert_same_weights(one: Checkpoint, other: Checkpoint) -> None:
     """Equal bit for bit: parameters, moments and state digests of every stage, and the step."""
     assert one.step == other.step
@@ -58,8 +62,12 @@ def assert_same_weights(one: Checkpoint, other: Checkpoint) -> None:
 
 def assert_equals_reference(swarm: Swarm, reference: ReferenceRun) -> None:
     """The swarm's last state and every loss have the reference's bits, and the books balance."""
-    assert_same_weights(swarm.checkpoint(), reference.checkpoint)
-    assert swarm.losses() == reference.losses
-    found = swarm.audit()
-    assert found.passed, found.faults
-    assert found.num_steps == swarm.manifest.schedule.steps
+    made = swarm.checkpoint()
+    try:
+        assert_same_weights(made, reference.checkpoint)
+        assert swarm.losses() == reference.losses, "other losses than the reference's"
+        found = swarm.audit()
+        assert found.passed, found.faults
+        assert found.num_steps == swarm.manifest.schedule.steps
+    except AssertionError as error:
+        raise WrongResult(*error.args) from error

@@ -1,0 +1,68 @@
+"""The suite's second attempt: for daemons that were too slow, never for wrong results. Shown on suites of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+SLOW_ONCE = """
+import pathlib, pytest
+from swarm.comparison import WrongResult
+
+MARK = pathlib.Path(__file__).with_suffix(".seen")
+
+@pytest.mark.swarm
+def test_daemons():
+    first = not MARK.exists()
+    MARK.touch()
+    if first:
+        raise {error}
+"""
+BROKEN = "import pytest\n@pytest.mark.swarm\ndef test_daemons():\n    assert False\n"
+UNMARKED = SLOW_ONCE.replace("@pytest.mark.swarm", "")
+
+
+def suite(place: Path, *files: str, second_attempt: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run these test files with the project's conftest."""
+    for number, text in enumerate(files):
+        (place / f"test_{number}.py").write_text(text)
+    (place / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    settings = f'[pytest]\npythonpath = "{TESTS}"\nmarkers =\n  swarm: x\n  long: x\n'
+    (place / "pytest.ini").write_text(settings)
+    flag = ["--second-attempt"] if second_attempt else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flag, str(place)]
+    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_what_was_too_slow_once_is_run_again_and_shown(tmp_path: Path) -> None:
+    found = suite(tmp_path, SLOW_ONCE.format(error="TimeoutError('too slow')"), "def test_more():\n    pass\n")
+    assert found.returncode == 0
+    assert "TimeoutError: too slow" in found.stdout
+    assert "second attempt, alone:" in found.stdout
+    assert "test_0.py::test_daemons" in found.stdout
+    assert "passed at the second attempt" in found.stdout
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param([SLOW_ONCE.format(error="WrongResult('other bits')")], id="a wrong result"),
+        pytest.param([UNMARKED.format(error="AssertionError")], id="a test without daemons"),
+        pytest.param([SLOW_ONCE.format(error="AssertionError")] * 3, id="three failures"),
+        pytest.param([BROKEN], id="a failure that stays"),
+    ],
+)
+def test_everything_else_fails_the_suite(tmp_path: Path, files: list[str]) -> None:
+    found = suite(tmp_path, *files)
+    assert found.returncode == 1
+    assert "passed at the second attempt" not in found.stdout
+
+
+def test_only_the_whole_suite_has_second_attempts(tmp_path: Path) -> None:
+    found = suite(tmp_path, SLOW_ONCE.format(error="AssertionError"), second_attempt=False)
+    assert found.returncode == 1
+    assert "second attempt" not in found.stdout
