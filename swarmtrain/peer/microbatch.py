@@ -165,14 +165,18 @@ class Microbatches:
         return answer
 
     def _is_critical(self, entry: Entry) -> bool:
-        """Whether the caller would stand idle for the exact gradient, and less for the compressed one."""
-        sizes = self._context.jobs.critical_bytes
-        rate = self._context.node.estimate(entry.caller).up_bytes_per_s if sizes is not None else None
-        if sizes is None or not rate:
+        """Whether the caller would stand idle for the exact gradient, and less for the compressed one.
+
+        An exact one on a line of which nothing is known measures it; a compressed one is often too small for that.
+        """
+        context, sizes = self._context, self._context.jobs.critical_bytes
+        if sizes is None:
             return True
-        other_work_s = max(0.0, entry.caller_busy_until - asyncio.get_running_loop().time())
-        critical = is_critical(SendEstimate(other_work_s, sizes[0] / rate, sizes[1] / rate))
-        self._context.counters.critical[critical] += 1
+        critical, rate = False, context.node.estimate(entry.caller).up_bytes_per_s
+        if rate:
+            other_work_s = max(0.0, entry.caller_busy_until - asyncio.get_running_loop().time())
+            critical = is_critical(SendEstimate(other_work_s, sizes[0] / rate, sizes[1] / rate))
+        context.counters.critical[critical] += 1
         return critical
 
     async def _gradient_from_below(

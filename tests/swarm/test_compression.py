@@ -5,6 +5,7 @@ Replica counts differ between the stages on purpose: a sum that only works for e
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,22 @@ def test_only_the_stage_that_the_step_waits_for_compresses_its_gradients(place: 
     assert compressed.count(1) <= 1  # a step that was slow for other reasons may mislead it once
     assert exact.count(1) >= 9
     assert exact.count(0) >= 1  # measured first
+
+
+def test_gradients_are_compressed_where_their_receiver_would_wait(place: Path) -> None:
+    """The first stage has more to do: on a wide line a gradient comes before that is done, on a narrow one it does not."""
+    sizes = ("model.hidden_size=64", "model.sequence_length=256", "batch.microbatches_per_step=16", "schedule.steps=12")
+    manifest = small("wire.backward=quant4:critical", "boundary.kind=dense", *sizes)
+    with closing(Swarm(manifest, place, num_peers=3)) as swarm:
+        swarm.start_coordinator()
+        swarm.start_peer(0, "--enable-test-faults", environment={"SWARMTRAIN_PACE": "0.02:0.02"})
+        wide, narrow = swarm.start_peer(1), swarm.start_peer(1, "--max-up", "3mbit")
+        swarm.wait_step(10)
+        found = [peer.status()["gradients"] for peer in (wide, narrow)]
+        swarm.wait_end()
+    assert swarm.audit().passed
+    compressed = [item["waited_for"] / (item["waited_for"] + item["hidden"]) for item in found]
+    assert compressed[0] < 0.5 < 0.9 < compressed[1], found
 
 
 def refusals(swarm: Swarm, code: str) -> int:
