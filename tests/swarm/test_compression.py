@@ -136,7 +136,7 @@ def test_only_the_stage_that_the_step_waits_for_compresses_its_gradients(place: 
 
 
 def test_gradients_are_compressed_where_their_receiver_would_wait(place: Path) -> None:
-    """The first stage has more to do: on a wide line a gradient comes before that is done, on a narrow one it does not."""
+    """The first stage has more to do: on a wide line a gradient is there before that is done, on a narrow one not."""
     sizes = ("model.hidden_size=64", "model.sequence_length=256", "batch.microbatches_per_step=16", "schedule.steps=12")
     manifest = small("wire.backward=quant4:critical", "boundary.kind=dense", *sizes)
     with closing(Swarm(manifest, place, num_peers=3)) as swarm:
