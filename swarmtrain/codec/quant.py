@@ -153,7 +153,7 @@ def dequantize(body: Bytes, num_elements: int, bits: int, group: int) -> torch.T
     largest = int(scales.max(initial=0))
     if largest > _LARGEST_SCALE:
         raise CorruptPayload("a scale is negative, infinite or NaN")
-    numbers = torch.from_numpy(numpy.empty(num_elements, dtype=numpy.float32))  # numpy asks for huge pages, torch does not
+    numbers = torch.from_numpy(numpy.empty(num_elements, numpy.float32))  # numpy asks for huge pages, torch does not
     loops = native() if bits == 8 and num_elements >= _NATIVE_FROM else None
     done = 0
     if loops is not None:
