@@ -7,6 +7,7 @@ neither remember nor be reminded: what arrives at a receiver that has never hear
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -40,6 +41,11 @@ class Traffic:
     num_bytes: int = 0
     encode_s: float = 0.0
     decode_s: float = 0.0
+
+
+def sample_names(windows: Sequence[int]) -> tuple[int, ...]:
+    """Names for the samples of a microbatch. Where one epoch ends and the next begins a window may come twice."""
+    return tuple(window + (list(windows[:row]).count(window) << 48) for row, window in enumerate(windows))
 
 
 class Boundary:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from swarmtrain import checkpoint as checkpoints
-from swarmtrain.boundary import Boundary, codec_pair, received
+from swarmtrain.boundary import Boundary, codec_pair, received, sample_names
 from swarmtrain.codec import Aux, Direction
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.data.source import TokenSource, open_source
@@ -135,7 +135,7 @@ class ReferenceTrainer:
 
     def _microbatch(self, t: int, i: int) -> float:
         """The way of one microbatch: forward through all stages, backward through all stages."""
-        tokens, samples = self._tokens(self.sampler.microbatch(t, i)), self.sampler.samples(t, i)
+        tokens, samples = self._tokens(self.sampler.microbatch(t, i)), sample_names(self.sampler.samples(t, i))
         boundary: Tensor | None = None
         passes: list[Pass] = []
         masks: list[Aux | None] = []

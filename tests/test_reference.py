@@ -9,7 +9,8 @@ import pytest
 import torch
 from runs import KINDS, shards, small, train
 
-from swarmtrain.boundary import Boundary
+from swarmtrain.boundary import Boundary, sample_names
+from swarmtrain.data.prepare import PrepareOptions, prepare
 from swarmtrain.errors import CheckpointError, DivergedError, ManifestError
 from swarmtrain.model.layout import EMBEDDING
 from swarmtrain.reference import ReferenceTrainer
@@ -48,6 +49,21 @@ def test_every_codec_family_trains(forward: str, backward: str) -> None:
     losses = [report.loss for report in ReferenceTrainer(manifest).run()]
     assert all(math.isfinite(loss) for loss in losses)
     assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_a_sample_that_comes_twice_in_a_microbatch_has_two_names(tmp_path: Path) -> None:
+    """Where an epoch ends."""
+    text, out = tmp_path / "text.txt", tmp_path / "shards"
+    text.write_text("Nearly all in one microbatch. " * 40)
+    prepare(PrepareOptions((text,), out))
+    sizes = ("batch.sequences_per_microbatch=64", "data.validation_fraction=0", "validation.every=0")
+    manifest = small("wire.forward=aqsgd-quant4", "schedule.steps=4", f"data.source={out}", *sizes)
+    trainer = ReferenceTrainer(manifest)
+    windows = trainer.sampler.samples(0, 1)
+    assert len(set(windows)) < len(windows) == len(set(sample_names(windows)))
+    assert sample_names((5, 7, 5)) != sample_names((5, 7, 7))
+    assert sample_names((5, 7)) == (5, 7)
+    assert all(math.isfinite(report.loss) for report in trainer.run())
 
 
 def test_reports_count_steps_and_tokens_and_say_where_checkpoints_are(tmp_path: Path) -> None:
