@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from swarmtrain.checkpoint import Checkpoint, latest, same_tensors
+from swarmtrain.coordinator.journal import Journal
 from swarmtrain.reference import ReferenceTrainer
 from swarmtrain.run.manifest import Manifest
 
@@ -61,11 +62,15 @@ def assert_same_weights(one: Checkpoint, other: Checkpoint) -> None:
 
 
 def assert_equals_reference(swarm: Swarm, reference: ReferenceRun) -> None:
-    """The swarm's last state and every loss have the reference's bits, and the books balance."""
+    """The swarm's last state and every loss, decided and reported, have the reference's bits, and the books balance."""
     made = swarm.checkpoint()
     try:
         assert_same_weights(made, reference.checkpoint)
-        assert swarm.losses() == reference.losses, "other losses than the reference's"
+        with Journal(swarm.coordinator_dir / "journal.sqlite", read_only=True) as journal:
+            decided = [decision.loss for decision, _ in journal.decisions()]
+        assert decided == reference.losses, "other losses than the reference's"
+        for step, loss in swarm.reported().items():
+            assert loss == decided[step - 1], f"another loss was reported of step {step} than was decided"
         found = swarm.audit()
         assert found.passed, found.faults
         assert found.num_steps == swarm.manifest.schedule.steps

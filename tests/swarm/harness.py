@@ -322,9 +322,13 @@ class Swarm:
         return self.wait(None, "run_ended", timeout_s=timeout_s)
 
     def losses(self) -> list[float]:
-        """The loss of every applied step, as last reported (a rolled back step is reported twice)."""
-        found = {item["step"]: item["loss"] for item in self.events("step_applied")}
-        return [found[step] for step in sorted(found)]
+        """The loss of every reported step, in their order."""
+        return [loss for _, loss in sorted(self.reported().items())]
+
+    def reported(self) -> dict[int, float]:
+        """By step, the loss as last reported: a step that was rolled back is reported twice, one that was decided by a
+        coordinator that died before it could say so is not reported."""
+        return {item["step"]: item["loss"] for item in self.events("step_applied")}
 
     def checkpoint(self) -> Checkpoint:
         """The newest checkpoint of the run."""

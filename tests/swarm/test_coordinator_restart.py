@@ -14,7 +14,7 @@ import pytest
 from swarmtrain.errors import ExitCode
 from swarmtrain.run.invite import parse_invite
 
-from .comparison import References, assert_equals_reference, assert_same_weights
+from .comparison import References, assert_equals_reference
 from .faults import NUM_STAGES, hold, last_step, release, restart_coordinator, three_stages, wait_killed
 from .harness import Swarm, until
 
@@ -41,18 +41,10 @@ def test_a_coordinator_killed_at_a_point_of_a_step_is_replaced(place: Path, refe
         swarm.start_coordinator()
         swarm.wait_end()
         assert not swarm.events("run_rolled_back")
-        assert_equals_weights_and_audit(swarm, reference)
+        assert_equals_reference(swarm, reference(manifest))
         every_one = manifest.schedule.steps * manifest.batch.microbatches_per_step
         for peer in swarm.peers:  # nothing that was finished is computed again
             assert swarm.wait(peer, "peer_ended")["forwards"] == every_one
-
-
-def assert_equals_weights_and_audit(swarm: Swarm, reference: References) -> None:
-    """As `assert_equals_reference`, without the reported losses: a step may be applied and never be reported."""
-    assert_same_weights(swarm.checkpoint(), reference(swarm.manifest).checkpoint)
-    found = swarm.audit()
-    assert found.passed, found.faults
-    assert found.num_steps == swarm.manifest.schedule.steps
 
 
 def kill_coordinator_often(place: Path, reference: References, times: int) -> None:
@@ -66,7 +58,7 @@ def kill_coordinator_often(place: Path, reference: References, times: int) -> No
             restart_coordinator(swarm, faults[number + 1] if number + 1 < times else "")
         swarm.wait_end()
         assert len([daemon for daemon in swarm.daemons if daemon.stage < 0]) == times + 1
-        assert_equals_weights_and_audit(swarm, reference)
+        assert_equals_reference(swarm, reference(manifest))
 
 
 def test_a_coordinator_killed_again_and_again(place: Path, reference: References) -> None:
@@ -138,4 +130,4 @@ def test_another_machine_takes_over_under_a_higher_term(place: Path, reference: 
         assert "ST-SUPERSEDED" in former.log.read_text()
         release(gate)
         swarm.wait_end()
-        assert_equals_weights_and_audit(swarm, reference)
+        assert_equals_reference(swarm, reference(manifest))
