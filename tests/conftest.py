@@ -2,7 +2,7 @@
 
 Some hundred tests run real daemons against deadlines, on two cores. `--second-attempt` (scripts/test gives it) runs the
 files of at most two failed ones again, alone, when everything else is over, and says so. A result that differs from the
-reference, books that do not balance, a soak that failed, and every test without daemons get no second attempt.
+reference, books that do not balance, a soak that failed, long tests and tests without daemons get no second attempt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class SecondAttempt:
             assert call.excinfo is not None
             self._failed[item.nodeid] = item.path
             is_wrong = isinstance(call.excinfo.value, WrongResult | SoakFailed)
-            self._is_final |= is_wrong or item.get_closest_marker("swarm") is None
+            is_short = item.get_closest_marker("swarm") is not None and item.get_closest_marker("long") is None
+            self._is_final |= is_wrong or not is_short
         return report
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -66,3 +66,9 @@ def test_only_the_whole_suite_has_second_attempts(tmp_path: Path) -> None:
     found = suite(tmp_path, SLOW_ONCE.format(error="AssertionError"), second_attempt=False)
     assert found.returncode == 1
     assert "second attempt" not in found.stdout
+
+
+def test_a_long_test_is_not_forgiven_by_a_run_without_it(tmp_path: Path) -> None:
+    found = suite(tmp_path, BROKEN.replace("@pytest.mark.swarm", "@pytest.mark.swarm\n@pytest.mark.long"))
+    assert found.returncode == 1
+    assert "second attempt, alone" not in found.stdout

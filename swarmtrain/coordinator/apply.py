@@ -120,7 +120,10 @@ class Applies:
         self, member: Member, hearing: asyncio.Task[object], stage: PreparedStage, decision: Decision
     ) -> None:
         """A newcomer that heard the reduction hears the decision; one that missed it needs a later state."""
+        term = self._context.term
         answer = await hearing
+        if self._context.term != term:
+            return  # the run was rolled back meanwhile
         try:
             if not isinstance(answer, Prepared) or answer.digest != stage.digest:
                 raise NetError(f"it did not hear the reduction: {answer}")

@@ -102,8 +102,7 @@ class PeerDaemon:
         self._leave_reason = "asked to leave"
         self._wake = asyncio.Event()  # announce now
         self._hurry = asyncio.Event()  # show a sign of life now
-        self._heard_at = -DESERTED_S  # when the coordinator last answered a sign of life
-        self._deserted = asyncio.Event()  # it has not for long
+        self._deserted = asyncio.Event()  # the coordinator has not been heard for long
         self.context: PeerContext | None = None
         self.node: Node | None = None
         self._handlers: dict[type[Message], Callable[[Any, Exchange], Any]] = {}
@@ -360,18 +359,17 @@ class PeerDaemon:
                     await self._show_life(link.peer_id, context)
             except NetError as error:
                 log.info("the coordinator does not answer: %s", error)
+                if asyncio.get_running_loop().time() - context.contact_at > DESERTED_S:
+                    self._deserted.set()
                 if await link.look() and link.peer_id is not None:
                     context.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
                 if link.is_over:
                     self.leave("the run is complete")
-                if asyncio.get_running_loop().time() - self._heard_at > DESERTED_S:
-                    self._deserted.set()
             await self._pause(ENROLL_S if context.state is not PeerState.SYNCING else ENROLL_S / 4)
 
     async def _show_life(self, coordinator: str, context: PeerContext) -> None:
         sign = self._sign_of_life(context)
         answer = await context.node.call(coordinator, sign, deadline_s=10.0, expect=Enrolled)
-        self._heard_at = asyncio.get_running_loop().time()
         self._deserted.clear()
         await context.enter_term(answer.term)
         context.word = understood(answer.reason)
@@ -389,6 +387,8 @@ class PeerDaemon:
         if answer.verdict is Verdict.LEAVE:
             self.leave(answer.reason)
         elif answer.verdict is Verdict.SERVE and context.state in (PeerState.JOINING, PeerState.SYNCING):
+            if self.steps.is_receiving:
+                return  # of the step under way: until it has that, it listens, or it would miss the next one
             context.become(PeerState.SERVING)
             now = asyncio.get_running_loop().time()
             self._download_s = now - self._syncing_since if self._syncing_since else 0.0
@@ -468,6 +468,8 @@ class PeerDaemon:
         self._hurry.set()
         if len(context.ledger) == 0:
             return
+        if asyncio.get_running_loop().time() - context.contact_at <= DESERTED_S:
+            self._deserted.clear()  # it was heard since
         waits = [asyncio.create_task(self._passed(context, context.step)), asyncio.create_task(self._deserted.wait())]
         try:
             await asyncio.wait(waits, timeout=self.options.drain_s, return_when=asyncio.FIRST_COMPLETED)

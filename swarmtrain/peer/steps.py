@@ -101,6 +101,7 @@ class Steps:
             if wanted < self._attempt:
                 raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up")
             if wanted > self._attempt or self._task is None:
+                self.drop_receptions()  # it is one of the others now
                 await self._give_up(next_step=prepare.step)
                 self._attempt = wanted
                 self._task = asyncio.create_task(self._prepare(prepare), name=f"prepare step {prepare.step}")
@@ -114,8 +115,7 @@ class Steps:
 
     def _hear(self, prepare: Prepare) -> asyncio.Task[Prepared | Unprepared]:
         """A newcomer receives a step's reduction when it has those before it: the others may be steps ahead."""
-        for past in [step for step in self._hearing if step < self._context.step]:
-            self._hearing.pop(past).task.cancel()  # no more than a formality, unless a newer state has come since
+        self.drop_receptions(before=self._context.step)
         wanted, known = (prepare.term, prepare.attempt), self._hearing.get(prepare.step)
         if known is not None and known.attempt > wanted:
             raise self._context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up")
@@ -128,11 +128,22 @@ class Steps:
 
     async def _receive(self, prepare: Prepare) -> Prepared | Unprepared:
         async with self._turn:
-            answer = await self._prepare(prepare)
+            answer = await self._prepare(prepare, listens=True)
         if isinstance(answer, Unprepared):  # without this one, those after it are of no use
-            for step in [step for step in self._hearing if step > prepare.step]:
-                self._hearing.pop(step).task.cancel()
+            for step, item in list(self._hearing.items()):
+                if step > prepare.step and item.attempt[0] == prepare.term:
+                    self._hearing.pop(step).task.cancel()
         return answer
+
+    def drop_receptions(self, *, before: int | None = None) -> None:
+        """What is received of steps before a newer state is of no use. None: of all steps."""
+        for step in [step for step in self._hearing if before is None or step < before]:
+            self._hearing.pop(step).task.cancel()
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a newcomer is receiving a step's sum."""
+        return any(not item.task.done() for item in self._hearing.values())
 
     async def part(self, part: Part, exchange: Exchange) -> ReducedPart:
         """Another peer's share of a piece that this peer owns."""
@@ -163,6 +174,8 @@ class Steps:
         """Apply the prepared sum and open the next step. Asked again, gives the same answer."""
         context = self._context
         await context.check_coordinator(exchange.peer_id, apply.run, apply.term)
+        if (hearing := self._hearing.get(apply.step)) is not None:
+            await asyncio.wait([hearing.task])  # a newcomer may serve before it has all of the step under way
         if context.state is PeerState.SYNCING:
             return await self._note_decision(apply)
         async with self._applying:
@@ -292,12 +305,12 @@ class Steps:
         except BasisMissing as error:
             raise self._context.refuse(Code.UNKNOWN, str(error), retry_after_s=1.0) from error
 
-    async def _prepare(self, prepare: Prepare) -> Prepared | Unprepared:
-        context, is_newcomer = self._context, self._context.state is PeerState.SYNCING
+    async def _prepare(self, prepare: Prepare, *, listens: bool = False) -> Prepared | Unprepared:
+        context = self._context
         mine = self._my_entry(prepare)
         if mine is None:
             return Unprepared(b"", (), "the roster does not name this incarnation of the peer")
-        if is_newcomer and len(self._ready) >= self._max_buffered:
+        if listens and len(self._ready) >= self._max_buffered:
             return Unprepared(b"", (), "too many steps behind to keep more of them")
         wanted = set(np.frombuffer(mine.microbatches, dtype="<u4").tolist())
         share = None
@@ -309,7 +322,7 @@ class Steps:
             share = await self._share(ledger, wanted, prepare.step)
         context.faults.hit(Point.IN_PREPARE)
         attempt = Attempt(context, prepare, share)
-        if not is_newcomer:  # it owns nothing: nobody asks it for parts
+        if not listens:  # who does owns nothing: nobody asks it for parts
             async with self._reduction_changed:
                 self._reducing = attempt
                 self._reduction_changed.notify_all()

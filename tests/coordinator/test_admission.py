@@ -69,6 +69,14 @@ def test_a_newcomer_waits_while_others_have_the_state_and_fetches_what_they_keep
     assert verdict(members, book) is Verdict.WAIT
 
 
+def test_a_newcomer_that_follows_is_not_sent_to_a_newer_state_that_another_was_given() -> None:
+    members = Members()
+    members.enroll("a", replace(SIGN, state="syncing", step=0, state_digest=""), 0.0)
+    members.listen(1, 2)
+    members.enroll("a", replace(SIGN, state="syncing", step=3, state_digest="d3"), 1.0)
+    assert verdict(members, StageBook("d6", snapshot=StateOffer(5, "d5", ("b",)))) is Verdict.WAIT
+
+
 def verdict(members: Members, book: StageBook) -> Verdict:
     member = members.get("a")
     assert member is not None

@@ -17,7 +17,7 @@ from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, Work
 
-from .comparison import References, assert_equals_reference
+from .comparison import References, assert_books_balance, assert_equals_reference
 from .harness import Swarm, tiny
 from .intruder import Intruder, break_in
 
@@ -112,7 +112,7 @@ def test_replicas_agree_on_compressed_gradients_and_survive_a_death(
     manifest = small(f"reduce.codec={codec}")
     with Swarm(manifest, place, num_peers=3) as swarm:
         survives(swarm, at_step=3)
-    assert swarm.audit().passed  # replicas had equal digests after every step
+    assert_books_balance(swarm)  # replicas had equal digests after every step
     alone = reference(manifest)
     assert abs(swarm.losses()[-1] - alone.losses[-1]) < 0.3
     assert all(event["compressed"] for event in swarm.events("stage_prepared"))
@@ -125,7 +125,7 @@ def test_only_the_stage_that_the_step_waits_for_compresses_its_gradients(place: 
     with Swarm(manifest, place, num_peers=2, min_peers=3) as swarm:
         swarm.start_peer(0, "--max-up", "300kbit")
         swarm.wait_end()
-    assert swarm.audit().passed
+    assert_books_balance(swarm)
     prepared = swarm.events("stage_prepared")
     compressed = [event["stage"] for event in prepared if event["compressed"]]
     exact = [event["stage"] for event in prepared if not event["compressed"]]
@@ -146,7 +146,7 @@ def test_gradients_are_compressed_where_their_receiver_would_wait(place: Path) -
         swarm.wait_step(10)
         found = [peer.status()["gradients"] for peer in (wide, narrow)]
         swarm.wait_end()
-    assert swarm.audit().passed
+    assert_books_balance(swarm)
     compressed = [item["waited_for"] / (item["waited_for"] + item["hidden"]) for item in found]
     assert compressed[0] < 0.5 < 0.9 < compressed[1], found
 
@@ -171,7 +171,7 @@ def test_sticky_codecs_train_in_a_swarm_and_survive_a_death(
         keyframes_asked = refusals(swarm, "need-keyframe")
         swarm.wait_end()
     assert swarm.events("peer_lost")
-    assert swarm.audit().passed
+    assert_books_balance(swarm)
     assert keyframes_asked < 12 * 6 * 2  # differences were understood: not every message was refused
     assert abs(swarm.losses()[-1] - reference(manifest).losses[-1]) < 0.3
 
@@ -193,7 +193,7 @@ def test_codecs_of_free_routes_train_in_a_swarm_and_survive_a_death(
     manifest = small(f"wire.forward={forward}", f"wire.backward={backward}")
     with Swarm(manifest, place, num_peers=3) as swarm:
         survives(swarm, at_step=3)
-    assert swarm.audit().passed
+    assert_books_balance(swarm)
     assert abs(swarm.losses()[-1] - reference(manifest).losses[-1]) < 0.3
     if (forward, backward) in (("topk50", "topk50"), ("minmax8", "bf16")):  # nothing is remembered: the same bits
         assert swarm.losses() == reference(manifest).losses
