@@ -14,8 +14,6 @@ from .harness import Daemon, Swarm, ask_daemon
 
 pytestmark = pytest.mark.swarm
 
-NOT_AT_ONCE = ("--max-up", "2mbit")  # the honest donor's: the other one is asked, too, before it has sent everything
-
 
 def join_and_serve(swarm: Swarm, stage: int, gate: Daemon) -> Daemon:
     """Start a newcomer, and hold the run until it has been enrolled, so that enough steps are left to it."""
@@ -66,9 +64,7 @@ def test_a_newcomer_whose_line_just_carries_the_reductions_gets_its_state_beside
 
 def test_a_donor_that_sends_a_wrong_chunk_is_dropped_and_named(place: Path, reference: References) -> None:
     manifest = three_stages("schedule.steps=40")
-    with Swarm(manifest, place, num_peers=1, min_peers=NUM_STAGES + 1) as swarm:
-        swarm.start_peer(1, *NOT_AT_ONCE)
-        swarm.start_peer(2)
+    with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=NUM_STAGES + 1) as swarm:
         liar = start_armed(swarm, 1, "state-chunk:1:corrupt,state-chunk:2:corrupt")
         swarm.wait_step(2)
         liars_id = liar.status()["peer"]
@@ -83,9 +79,7 @@ def test_a_donor_that_sends_a_wrong_chunk_is_dropped_and_named(place: Path, refe
 
 def test_a_donor_killed_in_the_middle_costs_only_its_own_chunks(place: Path, reference: References) -> None:
     manifest = three_stages("schedule.steps=40")
-    with Swarm(manifest, place, num_peers=1, min_peers=NUM_STAGES + 1) as swarm:
-        swarm.start_peer(1, *NOT_AT_ONCE)
-        swarm.start_peer(2)
+    with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=NUM_STAGES + 1) as swarm:
         victim = start_armed(swarm, 1, "state-chunk:1:kill")
         swarm.wait_step(2)
         newcomer = join_and_serve(swarm, 1, swarm.peers[2])
