@@ -63,7 +63,7 @@ def test_a_newcomer_whose_line_just_carries_the_reductions_gets_its_state_beside
 
 
 def test_a_donor_that_sends_a_wrong_chunk_is_dropped_and_named(place: Path, reference: References) -> None:
-    manifest = three_stages("schedule.steps=40")
+    manifest = three_stages("schedule.steps=80")
     with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=NUM_STAGES + 1) as swarm:
         liar = start_armed(swarm, 1, "state-chunk:1:corrupt,state-chunk:2:corrupt")
         swarm.wait_step(2)
@@ -78,7 +78,7 @@ def test_a_donor_that_sends_a_wrong_chunk_is_dropped_and_named(place: Path, refe
 
 
 def test_a_donor_killed_in_the_middle_costs_only_its_own_chunks(place: Path, reference: References) -> None:
-    manifest = three_stages("schedule.steps=40")
+    manifest = three_stages("schedule.steps=80")
     with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=NUM_STAGES + 1) as swarm:
         victim = start_armed(swarm, 1, "state-chunk:1:kill")
         swarm.wait_step(2)
