@@ -69,13 +69,11 @@ def has_state(member: Member, step: int, book: StageBook) -> bool:
 def _judge_newcomer(member: Member, members: Members, step: int, book: StageBook) -> Answer:
     if step == 0:
         return Answer(Verdict.SYNC, "the first state follows from the seed", StateOffer(0, "", ()))
-    if member.listening_from is not None and member.step >= member.listening_from:
-        return Answer(Verdict.WAIT, "catching up")  # also when somebody else was given a newer state meanwhile
-    if member.listening_from is not None and book.snapshot is not None:
-        if member.listening_from <= book.snapshot.step and member.step < book.snapshot.step:
+    if member.listening_from is not None:
+        if member.step >= member.listening_from:
+            return Answer(Verdict.WAIT, "catching up")  # also when somebody else was given a newer state meanwhile
+        if book.snapshot is not None and member.listening_from <= book.snapshot.step:
             return Answer(Verdict.SYNC, "", book.snapshot)
-        if member.step >= book.snapshot.step:
-            return Answer(Verdict.WAIT, "catching up")
     if book.checkpoint is not None and book.checkpoint.step == step:
         return Answer(Verdict.SYNC, "", book.checkpoint)
     if servers(members, member.stage, step):

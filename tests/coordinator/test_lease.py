@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from swarmtrain.coordinator.books import StepBooks
-from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.lease import Leases, Room
-from swarmtrain.observe.events import Events
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Done, Enroll, Hop, Work
+
+from .contexts import bare_context
 
 NUM_MICROBATCHES = 120
 NUM_STAGES = 2
@@ -42,17 +41,8 @@ class Pipeline:
 
 def leases_over(pipeline: Pipeline, num_peers: int) -> Leases:
     manifest = preset("nano", [f"batch.microbatches_per_step={NUM_MICROBATCHES}"])
-    nothing = cast(Any, None)
-    context = RunContext(
-        manifest=manifest,
-        run_id="run",
-        term=1,
-        node=nothing,
-        dispatcher=cast(Any, pipeline),
-        journal=nothing,
-        sampler=cast(Any, SimpleNamespace(microbatch=lambda step, index: np.zeros((1, 2)))),
-        events=Events(),
-    )
+    sampler = SimpleNamespace(microbatch=lambda step, index: np.zeros((1, 2)))
+    context = bare_context(manifest, dispatcher=pipeline, sampler=sampler)
     for number in range(num_peers):
         sign = Enroll("run", number % NUM_STAGES, "serving", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "")
         context.members.enroll(f"p{number}", sign, 0.0)

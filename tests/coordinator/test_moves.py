@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
-from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmtrain.chain.rebalancing import MoveRules
-from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.net.errors import Refusal
-from swarmtrain.observe.events import Events
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import AskMove, Enroll, SeekStage
+
+from .contexts import bare_context
 
 NUM_STAGES = 3
 EVEN = [
@@ -35,18 +34,7 @@ RULES = MoveRules(min_left=1, min_gain=0.1)
 
 
 def make(rules: MoveRules = RULES) -> Moves:
-    nothing = cast(Any, None)
-    context = RunContext(
-        manifest=MANIFEST,
-        run_id="run",
-        term=1,
-        node=nothing,
-        dispatcher=nothing,
-        journal=nothing,
-        sampler=nothing,
-        events=Events(),
-    )
-    return Moves(context, rules)
+    return Moves(bare_context(MANIFEST), rules)
 
 
 def enroll(moves: Moves, peer_id: str, stage: int, *, state: str = "serving", seat: int = 1) -> None:
