@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 SERVING = "serving"
 
@@ -48,8 +49,7 @@ def _bounded_seconds(milliseconds: float) -> float:
     return min(max(milliseconds / 1000.0, MIN_SERVICE_S), MAX_SERVICE_S)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkView:
+class LinkView(NamedTuple):
     """What the own link meter knows about the way to one peer. Goodput counts only if `samples` is positive."""
 
     goodput_bytes_per_s: float = 0.0
@@ -58,8 +58,7 @@ class LinkView:
     samples: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
+class Pick(NamedTuple):
     """Send to `peer_id`. `predicted_s`: until its forward is done; `timeout_s`: when to give it up.
 
     `wait_s` is positive only when every candidate said BUSY: the least time after which this one may be asked again.

@@ -23,13 +23,15 @@ class Engine:
 
     def after(self, delay: float, call: Callable[..., None], *arguments: Any) -> None:
         """Call `delay` seconds from now."""
-        self.at(self.now + delay, call, *arguments)
+        self._scheduled += 1
+        heapq.heappush(self._heap, (self.now + delay, self._scheduled, call, arguments))
 
     def run(self, until: float) -> None:
         """Do everything that is due up to `until`."""
-        heap, pop = self._heap, heapq.heappop
+        heap, pop, num_events = self._heap, heapq.heappop, 0
         while heap and heap[0][0] <= until:
             self.now, _, call, arguments = pop(heap)
-            self.num_events += 1
+            num_events += 1
             call(*arguments)
+        self.num_events += num_events
         self.now = until

@@ -7,6 +7,7 @@ import random
 from swarmtrain.route.moves import LeaveAnswer, MoveArbiter, Mover
 from swarmtrain.route.rebalance import Member, PlannedMove, newcomer_stage, plan_move_by_queues, plan_moves
 from swarmtrain.sim.directory import link_rate
+from swarmtrain.sim.leases import Leases
 from swarmtrain.sim.peer import SimPeer
 from swarmtrain.sim.pipeline import Pipeline, World
 from swarmtrain.sim.steps import Steps
@@ -18,9 +19,10 @@ ANSWER_S = 0.2  # request to the coordinator and back
 class Membership:
     """Owns every change of `SimPeer.state` and `SimPeer.stage`."""
 
-    def __init__(self, world: World, pipeline: Pipeline, steps: Steps, rng: random.Random) -> None:
+    def __init__(self, world: World, pipeline: Pipeline, leases: Leases, steps: Steps, rng: random.Random) -> None:
         self._world = world
         self._pipeline = pipeline
+        self._leases = leases
         self._steps = steps
         self._rng = rng
         self._scenario = world.scenario
@@ -48,6 +50,7 @@ class Membership:
         if self._scenario.rebalance == "queue":
             self._world.engine.after(self._scenario.rebalance_period_s, self._queue_rule)
         self._start_churn()
+        self._leases.open_step()
 
     def _start_churn(self) -> None:
         engine, scenario = self._world.engine, self._scenario
@@ -141,7 +144,6 @@ class Membership:
         self._announce(peer, self._versions.get(peer.number, 0) + 1)
         peer.idle_since = self._world.engine.now
         self._pipeline.equip(peer)
-        self._steps.fill(peer)
 
     # -- the directory and the rules
 
@@ -149,6 +151,7 @@ class Membership:
         """New records for everybody; then plans are made from them."""
         engine, directory = self._world.engine, self._world.directory
         directory.refresh(engine.now)
+        self._leases.refresh()
         for peer in self._world.peers:
             if peer.router is not None and peer.state in ("serving", "draining"):
                 peer.router.update_peers(directory.snapshots[peer.stage + 1])
@@ -236,6 +239,6 @@ class Membership:
 
     def _arrive(self, peer: SimPeer) -> None:
         self._movers.pop(peer.number, None)
-        peer.router = peer.window = None
+        peer.router = None
         peer.stage, peer.target = peer.target, -1
         self._world.engine.at(max(peer.synced_at, self._world.engine.now), self._synced, peer, peer.incarnation)

@@ -6,7 +6,6 @@ import heapq
 import random
 
 from swarmtrain.route.router import Router
-from swarmtrain.route.window import InFlightWindow
 from swarmtrain.sim.scenario import PeerSpec
 
 BACKWARD, FORWARD, REPLAY = 0, 1, 2
@@ -17,14 +16,12 @@ class Microbatch:
 
     __slots__ = (
         "answered",
-        "away_s",
         "computed",
         "exclude",
         "number",
         "queue_s",
         "ready",
         "route",
-        "sent_at",
         "started_at",
         "token",
     )
@@ -32,9 +29,7 @@ class Microbatch:
     def __init__(self, number: int, num_stages: int, now: float) -> None:
         self.number = number
         self.started_at = now
-        self.sent_at = now  # when its owner sent it on to stage 1
-        self.away_s = 0.0  # from then until the gradient was back
-        self.queue_s = 0.0  # spent in queues of other peers than its owner
+        self.queue_s = 0.0  # spent in queues
         self.route: list[SimPeer | None] = [None] * num_stages
         self.token = [0] * num_stages  # raised by every (re)send to a stage: late events of earlier sends are void
         self.computed = [False] * num_stages  # forward done by route[stage]
@@ -70,7 +65,6 @@ class SimPeer:
         "down_rate",
         "held",
         "idle_since",
-        "in_flight",
         "incarnation",
         "jobs",
         "latency_s",
@@ -91,7 +85,6 @@ class SimPeer:
         "target",
         "up_free",
         "up_rate",
-        "window",
     )
 
     def __init__(self, number: int, spec: PeerSpec, speed: float) -> None:
@@ -120,10 +113,8 @@ class SimPeer:
         self.busy = False
         self.idle_since = 0.0
         self.held: dict[Microbatch, int] = {}
-        self.in_flight = 0
         self.accumulated = 0  # microbatches of the current step whose gradient it has
         self.replaying = 0  # pieces that it computes for a peer that was lost
-        self.window: InFlightWindow | None = None
         self.router: Router | None = None
 
     def forget_work(self) -> None:
@@ -132,7 +123,6 @@ class SimPeer:
         self.held = {}
         self.num_forward = 0
         self.busy = False
-        self.in_flight = 0
         self.accumulated = 0
         self.replaying = 0
         self.incarnation += 1

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import LinkView
-from swarmtrain.route.window import InFlightWindow, WindowOptions, stepwise
 from swarmtrain.sim.directory import Directory, stage_bytes
 from swarmtrain.sim.engine import Engine
 from swarmtrain.sim.meters import Meters
@@ -51,25 +50,24 @@ class Pipeline:
         self.scenario = world.scenario
         self.last = world.scenario.num_stages - 1
         self.num_bytes = world.scenario.boundary_bytes
-        self.on_finished: Callable[[SimPeer], None] = lambda owner: None
-        self.on_owner_lost: Callable[[Microbatch], None] = lambda microbatch: None
-        self.on_hungry: Callable[[SimPeer], None] = lambda peer: None
+        self.on_finished: Callable[[Microbatch, SimPeer], None] = lambda microbatch, owner: None
+        self.on_owner_lost: Callable[[Microbatch, SimPeer], None] = lambda microbatch, owner: None
+        self.on_forwarded: Callable[[SimPeer, Job, float], None] = lambda owner, job, began_at: None
         self.on_drained: Callable[[SimPeer], None] = lambda peer: None
         self.on_replayed: Callable[[], None] = lambda: None
         self._sequence = 0
+        self._costs = world.scenario.costs
+        self._backbone_latency_s = world.scenario.backbone_latency_s
+        self._gauss = world.rng.gauss
+        self._jitter = world.scenario.compute_jitter
         self._backward_first = world.scenario.job_order == "backward-first"
 
     # -- entering and leaving a stage
 
     def equip(self, peer: SimPeer) -> None:
-        """Give a peer that starts to serve its stage a fresh router and, in stage 0, a window."""
+        """Give a peer that starts to serve its stage a fresh router."""
         scenario, stage = self.scenario, peer.stage
-        peer.window = None
         peer.router = None
-        if stage == 0:
-            initial = min(2 * scenario.num_stages, scenario.window_limit)
-            options_of = stepwise if scenario.batch else WindowOptions
-            peer.window = InFlightWindow(options_of(initial=initial, maximum=scenario.window_limit))
         if stage < self.last:
             bytes_in, bytes_out = stage_bytes(scenario, stage + 1)
             options = RouterOptions(my_up_bytes_per_s=peer.up_rate, bytes_in=bytes_in, bytes_out=bytes_out)
@@ -81,7 +79,6 @@ class Pipeline:
 
     def start(self, microbatch: Microbatch, owner: SimPeer) -> None:
         """The owner begins with its forward in stage 0; if the lease was another's before, stage 1 is asked by hint."""
-        owner.in_flight += 1
         owner.held[microbatch] = 0
         microbatch.route[0] = owner
         microbatch.token[0] += 1
@@ -107,7 +104,7 @@ class Pipeline:
 
     def hand_over(self, peer: SimPeer) -> None:
         """The machine leaves its stage and says so: its callers send what it held to others at once."""
-        self._let_go(peer, peer.latency_s + self.scenario.backbone_latency_s, planned=True)
+        self._let_go(peer, peer.latency_s + self._backbone_latency_s, planned=True)
 
     def _let_go(self, peer: SimPeer, delay_s: float, *, planned: bool) -> None:
         held = peer.held
@@ -121,7 +118,7 @@ class Pipeline:
             return
         if stage == 0:
             self.meters.count("leases given again", self.engine.now)
-            self.on_owner_lost(microbatch)
+            self.on_owner_lost(microbatch, gone)
             return
         caller = microbatch.route[stage - 1]
         if caller is None or microbatch not in caller.held or caller.router is None:
@@ -178,19 +175,20 @@ class Pipeline:
     def _transfer_then(self, source: SimPeer, target: SimPeer, call: Callable[..., None], *arguments: object) -> None:
         """Both links are occupied for their share of the time; the message arrives when the slower one is done."""
         engine, num_bytes = self.engine, self.num_bytes
-        now = engine.now
-        source.up_free = max(now, source.up_free) + num_bytes / source.up_rate
-        target.down_free = max(now, target.down_free) + num_bytes / target.down_rate
-        latency_s = source.latency_s + target.latency_s + self.scenario.backbone_latency_s
+        now, up_free, down_free = engine.now, source.up_free, target.down_free
+        up_free = (up_free if up_free > now else now) + num_bytes / source.up_rate
+        down_free = (down_free if down_free > now else now) + num_bytes / target.down_rate
+        source.up_free, target.down_free = up_free, down_free
+        latency_s = source.latency_s + target.latency_s + self._backbone_latency_s
         self.meters.sent(num_bytes, now)
-        engine.at(max(source.up_free, target.down_free) + latency_s, call, *arguments)
+        engine.at((up_free if up_free > down_free else down_free) + latency_s, call, *arguments)
 
     def _forward_arrives(
         self, microbatch: Microbatch, stage: int, peer: SimPeer, sender: SimPeer, token: int, sent_at: float
     ) -> None:
         if microbatch.token[stage] != token or microbatch not in peer.held:
             return  # sent elsewhere meanwhile, or the peer died: its caller will notice
-        back = peer.latency_s + sender.latency_s + self.scenario.backbone_latency_s
+        back = peer.latency_s + sender.latency_s + self._backbone_latency_s
         if peer.state != "serving":
             peer.held.pop(microbatch, None)
             self.engine.after(back, self._refused, microbatch, stage, sender, peer, token, "draining")
@@ -213,7 +211,7 @@ class Pipeline:
             elif why == "draining":
                 sender.router.busy(peer.peer_id, DRAINING_RETRY_S)
             else:
-                sender.router.busy(peer.peer_id, peer.queue_s(self.scenario.costs[stage]) * 0.5)
+                sender.router.busy(peer.peer_id, peer.queue_s(self._costs[stage]) * 0.5)
         microbatch.exclude |= {peer.peer_id}
         microbatch.route[stage] = None
         # Whoever waits for it now: the sender may have died and been replaced since.
@@ -249,12 +247,10 @@ class Pipeline:
             return
         job = peer.pop()
         peer.busy = True
-        if peer.window is not None and not peer.num_forward:
-            self.on_hungry(peer)
         share = 1.0 if job.stage == self.last or job.kind == REPLAY else (1.0, 2.0)[job.kind == BACKWARD] / 3.0
-        seconds = share * self.scenario.costs[job.stage] / peer.speed
-        if self.scenario.compute_jitter:
-            seconds *= max(0.2, self.world.rng.gauss(1.0, self.scenario.compute_jitter))
+        seconds = share * self._costs[job.stage] / peer.speed
+        if self._jitter:
+            seconds *= max(0.2, self._gauss(1.0, self._jitter))
         engine.at(engine.now + seconds, self._computed, peer, job, engine.now, peer.incarnation)
 
     def _computed(self, peer: SimPeer, job: Job, began_at: float, incarnation: int) -> None:
@@ -273,8 +269,7 @@ class Pipeline:
         else:
             again = microbatch.ready[stage] or (job.kind == FORWARD and microbatch.computed[stage])
             self.meters.spent("wasted" if again else "useful", began_at, now)
-            if stage:
-                microbatch.queue_s += began_at - job.arrived_at
+            microbatch.queue_s += began_at - job.arrived_at
             if job.kind == FORWARD:
                 self._forward_done(microbatch, stage, peer, job, began_at)
             else:
@@ -294,14 +289,14 @@ class Pipeline:
                 wire_s=job.arrived_at - job.sent_at,
                 queue_s=began_at - job.arrived_at,
                 compute_s=(now - began_at) * share,
-                load_s=peer.load_s(self.scenario.costs[stage]),
+                load_s=peer.load_s(self._costs[stage]),
                 now=now,
             )
+        elif stage == 0:
+            self.on_forwarded(peer, job, began_at)
         if stage == self.last:
             self._backward_done(microbatch, stage, peer)
         else:
-            if stage == 0:
-                microbatch.sent_at = now
             microbatch.exclude = frozenset()
             self._send(microbatch, stage + 1, peer)
 
@@ -309,7 +304,7 @@ class Pipeline:
         """What the meter says: the receiver times a message from its first byte on, without the wait before it."""
         return LinkView(
             goodput_bytes_per_s=min(source.up_rate, target.down_rate),
-            rtt_s=2.0 * (source.latency_s + target.latency_s + self.scenario.backbone_latency_s),
+            rtt_s=2.0 * (source.latency_s + target.latency_s + self._backbone_latency_s),
             backlog_bytes=int(max(0.0, source.up_free - self.engine.now) * source.up_rate),
             samples=1,
         )
@@ -322,10 +317,7 @@ class Pipeline:
         peer.held.pop(microbatch, None)
         if stage == 0:
             self.meters.finished(microbatch, self.engine.now)
-            peer.in_flight -= 1
-            if peer.window is not None:
-                peer.window.finished(microbatch.away_s, microbatch.queue_s)
-            self.on_finished(peer)
+            self.on_finished(microbatch, peer)
         else:
             self._answer(microbatch, stage, peer)
         if not peer.held:
@@ -339,17 +331,17 @@ class Pipeline:
             if microbatch.answered[stage] == token:
                 return
             microbatch.answered[stage] = token
-            self._transfer_then(
-                peer, caller, self._backward_arrives, microbatch, stage - 1, caller, token, self.engine.now
-            )
+            now = self.engine.now
+            self._transfer_then(peer, caller, self._backward_arrives, microbatch, stage - 1, caller, peer, token, now)
 
-    def _backward_arrives(self, microbatch: Microbatch, stage: int, peer: SimPeer, token: int, sent_at: float) -> None:
+    def _backward_arrives(
+        self, microbatch: Microbatch, stage: int, peer: SimPeer, callee: SimPeer, token: int, sent_at: float
+    ) -> None:
         if microbatch not in peer.held or microbatch.token[stage] != token:
             return
-        callee = microbatch.route[stage + 1]
-        if callee is not None and callee.stage == stage + 1 and peer.router is not None:
-            load_s = callee.load_s(self.scenario.costs[stage + 1])
+        if microbatch.route[stage + 1] is not callee:
+            return  # its sender died on the way, and somebody else was asked meanwhile
+        if callee.stage == stage + 1 and peer.router is not None:
+            load_s = callee.load_s(self._costs[stage + 1])
             peer.router.observed(callee.peer_id, load_s=load_s, now=self.engine.now)
-        if stage == 0:
-            microbatch.away_s = self.engine.now - microbatch.sent_at
         self._enqueue(peer, Job(BACKWARD, microbatch, stage, token, sent_at, self.engine.now))

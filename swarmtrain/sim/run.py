@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from swarmtrain.sim.bound import Machine, StageKind, throughput_bound
 from swarmtrain.sim.directory import Directory, link_rate, stage_bytes
 from swarmtrain.sim.engine import Engine
+from swarmtrain.sim.leases import Leases
 from swarmtrain.sim.membership import Membership
 from swarmtrain.sim.meters import CAUSES, Meters
 from swarmtrain.sim.peer import SimPeer, draw_machines
@@ -82,8 +83,10 @@ class Simulation:
         self.peers = peers
         self._alive = alive
         self.pipeline = Pipeline(world)
-        self.steps = Steps(world, self.pipeline, random.Random(f"steps {scenario.seed}"))
-        self.membership = Membership(world, self.pipeline, self.steps, random.Random(f"membership {scenario.seed}"))
+        self.leases = leases = Leases(world, self.pipeline)
+        self.steps = Steps(world, self.pipeline, leases, random.Random(f"steps {scenario.seed}"))
+        moving = random.Random(f"membership {scenario.seed}")
+        self.membership = Membership(world, self.pipeline, leases, self.steps, moving)
         self._samples: list[Sample] = []
         kinds = []
         for stage, cost in enumerate(scenario.costs):

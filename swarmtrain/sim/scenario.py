@@ -63,7 +63,7 @@ class Scenario:
     gradient_bytes: tuple[float, ...] = ()
     queue_limit: int = 8  # forward jobs a peer accepts before it says BUSY
     job_order: str = "fifo"  # of a peer's processor
-    window_maximum: int = 0  # 0: grows with the number of stages, see `window_limit`
+    window_maximum: int = 0  # microbatches under way at most; 0: see `window_limit`
 
     # Coming and going.
     churn: str = "exponential"
@@ -98,8 +98,8 @@ class Scenario:
 
     @property
     def window_limit(self) -> int:
-        """Most microbatches that one stage-0 peer keeps in flight."""
-        return self.window_maximum or max(64, min(128, 16 * self.num_stages), 8 * self.num_stages)
+        """Most microbatches under way at once: a whole step, or eight for every peer where there are no steps."""
+        return self.window_maximum or self.batch or 8 * self.num_peers
 
     def with_(self, **changes: object) -> Scenario:
         """A copy with some parameters changed."""

@@ -1,44 +1,31 @@
-"""Who starts the next microbatch: stage-0 peers pull leases as windows allow; with steps, a barrier after each."""
+"""Optimizer steps: a barrier after each, and what was lost is computed again."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
+from swarmtrain.sim.leases import Leases
 from swarmtrain.sim.peer import Microbatch, SimPeer
 from swarmtrain.sim.pipeline import Pipeline, World
 
 
 class Steps:
-    """The coordinator. Without `batch`, leases never end and nothing is ever reduced."""
+    """Opens steps, waits for all of their microbatches, reduces. Without `batch` leases never end."""
 
-    def __init__(self, world: World, pipeline: Pipeline, rng: random.Random) -> None:
+    def __init__(self, world: World, pipeline: Pipeline, leases: Leases, rng: random.Random) -> None:
         self._world = world
         self._pipeline = pipeline
+        self._leases = leases
         self._rng = rng
         self._batch = world.scenario.batch
-        self._next_number = 0
-        self._unleased = self._batch
         self._outstanding = self._batch  # microbatches and replayed pieces the current step still waits for
         self._in_barrier = False
         self.num_steps = 0
         pipeline.on_finished = self._finished
-        pipeline.on_owner_lost = self._owner_lost
-        pipeline.on_hungry = self.fill
-        pipeline.on_replayed = self._replayed
-
-    def fill(self, owner: SimPeer) -> None:
-        """Start microbatches while the owner's window has room, but none that would only wait at home."""
-        if owner.window is None or self._in_barrier:
-            return
-        while owner.state == "serving" and not owner.num_forward and owner.in_flight < owner.window.size:
-            if self._batch:
-                if not self._unleased:
-                    return
-                self._unleased -= 1
-            self._next_number += 1
-            microbatch = Microbatch(self._next_number, self._world.scenario.num_stages, self._world.engine.now)
-            self._pipeline.start(microbatch, owner)
+        pipeline.on_owner_lost = leases.owner_lost
+        pipeline.on_forwarded = leases.forwarded
+        pipeline.on_replayed = self._settle_one
 
     def work_lost(self, peer: SimPeer) -> None:
         """A peer died in mid-step: what it had accumulated is computed again, by others of its stage.
@@ -65,20 +52,10 @@ class Steps:
             self._world.meters.count("pieces computed again", self._world.engine.now)
             self._pipeline.replay_piece(stage, peer)
 
-    def _finished(self, owner: SimPeer) -> None:
+    def _finished(self, microbatch: Microbatch, owner: SimPeer) -> None:
+        self._leases.finished(microbatch, owner)
         self._settle_one()
-        self.fill(owner)
-
-    def _owner_lost(self, microbatch: Microbatch) -> None:
-        """The lease goes to another stage-0 peer, with the hint who holds the microbatch in stage 1."""
-        serving = [p for p in self._world.peers if p.state == "serving" and p.stage == 0]
-        if serving:
-            self._pipeline.start(microbatch, self._rng.choices(serving, [p.speed for p in serving])[0])
-        else:
-            self._world.engine.after(self._world.scenario.detect_s, self._owner_lost, microbatch)
-
-    def _replayed(self) -> None:
-        self._settle_one()
+        self._leases.fill()
 
     def _settle_one(self) -> None:
         if not self._batch:
@@ -102,18 +79,13 @@ class Steps:
     def _applied(self) -> None:
         self._in_barrier = False
         self.num_steps += 1
-        self._unleased = self._outstanding = self._batch
+        self._outstanding = self._batch
         self._world.meters.barrier(False, self._world.engine.now)
         for peer in self._world.peers:
             peer.accumulated = 0
             if peer.state == "draining" and not peer.held:
                 self._pipeline.on_drained(peer)
-        self._fill_all()
-
-    def _fill_all(self) -> None:
-        for peer in self._world.peers:
-            if peer.window is not None and peer.state == "serving":
-                self.fill(peer)
+        self._leases.open_step()
 
 
 def reduction_seconds(gradient_bytes: float, link_rates: Sequence[float]) -> float:
