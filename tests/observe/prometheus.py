@@ -10,7 +10,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-import pytest
+from needs import needs
 from swarm.harness import REPOSITORY, until
 
 from .web import get, get_json
@@ -18,8 +18,8 @@ from .web import get, get_json
 DOCKER = REPOSITORY / "docker"
 RULES = DOCKER / "prometheus" / "rules.yml"
 _MISSING = [name for name in ("prometheus", "promtool") if shutil.which(name) is None]
-with_prometheus = pytest.mark.skipif(
-    bool(_MISSING), reason=f"there is no {' and no '.join(_MISSING)} here (Debian: apt-get install prometheus)"
+with_prometheus = needs(
+    not _MISSING, f"there is no {' and no '.join(_MISSING)} here (Debian: apt-get install prometheus)"
 )
 
 
