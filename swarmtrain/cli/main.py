@@ -50,7 +50,14 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False,
+        "--version",
+        callback=_show_version,
+        is_eager=True,
+        allow_from_autoenv=False,  # a variable of this name is somebody's note, not a wish
+        help="Print the version.",
+    ),
 ) -> None:
     """Train one transformer across volunteers' machines over ordinary internet links."""
 
