@@ -12,6 +12,7 @@ from swarmtrain import __version__
 from swarmtrain.cli import (
     audit,
     coordinator,
+    doctor,
     evaluate,
     export,
     generate,
@@ -37,7 +38,7 @@ app = typer.Typer(
     context_settings={"auto_envvar_prefix": "SWARMTRAIN", "help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data_app, name="data", help="Turn text into token shards.")
-VERBS = (local, coordinator, join, status, top, audit, train, evaluate, generate, export)
+VERBS = (local, coordinator, join, doctor, status, top, audit, train, evaluate, generate, export)
 for verb in (*VERBS, study, manifests, plan, sim):
     verb.register(app)
 
