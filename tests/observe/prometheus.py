@@ -79,6 +79,14 @@ class Prometheus:
         result: list[dict[str, Any]] = answer["data"]["result"]
         return result
 
+    def label_values(self, query: str) -> list[str]:
+        """What Grafana makes of `label_values(METRIC, LABEL)`."""
+        match = re.fullmatch(r"label_values\((\w+), (\w+)\)", query)
+        assert match is not None, query
+        chosen = urllib.parse.urlencode({"match[]": match[1]})
+        found: list[str] = get_json(f"{self.url}/api/v1/label/{match[2]}/values?{chosen}")["data"]
+        return found
+
     def firing(self) -> dict[str, dict[str, Any]]:
         """Alerts that fire, by name."""
         alerts = get_json(self.url + "/api/v1/alerts")["data"]["alerts"]
