@@ -94,4 +94,4 @@ class MissingExtraError(SwarmtrainError):
     exit_code = ExitCode.USAGE
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"this needs the package {package!r}", fix=f"pip install 'swarmtrain[{extra}]'")
+        super().__init__(f"this needs the package {package!r}", fix=f"in the repository: pip install '.[{extra}]'")

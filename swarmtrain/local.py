@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.errors import ExitCode, StorageError, SwarmtrainError
 from swarmtrain.run.manifest import Manifest
 
 log = logging.getLogger(__name__)
@@ -95,15 +95,21 @@ class LocalSwarm:
 
     async def start(self) -> None:
         """Start the coordinator, then the peers, one stage after the other in turn."""
-        self.options.state_dir.mkdir(parents=True, exist_ok=True)
-        manifest = self.options.state_dir / "run.toml"
-        manifest.write_text(self.options.manifest.canonical())
+        self._write_manifest()
         self.coordinator = await self._start_coordinator()
         async with asyncio.timeout(START_S):
             await self._wait_first(self._invited.wait())
         count = self.options.manifest.stages.count
         for index in range(self.options.num_peers):
             self.peers.append(await self.start_peer(index % count))
+
+    def _write_manifest(self) -> None:
+        path = self.options.state_dir / "run.toml"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.options.manifest.canonical())
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}", fix="choose another --state-dir") from error
 
     async def start_peer(self, stage: int, *extra: str) -> Child:
         """Start one more peer of a stage."""
@@ -134,7 +140,13 @@ class LocalSwarm:
     async def _spawn(self, name: str, stage: int, arguments: list[str]) -> Child:
         environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads)}
         environment["SWARMTRAIN_DIE_WITH_PARENT"] = str(os.getpid())
-        environment.pop("SWARMTRAIN_INVITE", None)
+        for name in ("SWARMTRAIN_INVITE", "SWARMTRAIN_SET"):  # ours: the manifest and the invite hold them already
+            environment.pop(name, None)
+        path = self.options.state_dir / f"{name}.log"
+        try:
+            log_file = path.open("ab")
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}", fix="choose another --state-dir") from error
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -142,11 +154,12 @@ class LocalSwarm:
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            stderr=(self.options.state_dir / f"{name}.log").open("ab"),
+            stderr=log_file,
             env=environment,
             start_new_session=True,
             limit=1 << 20,
         )
+        log_file.close()
         child = Child(name, stage, process, asyncio.create_task(asyncio.sleep(0)))
         child.reader = asyncio.create_task(self._read(child), name=f"events of {name}")
         return child

@@ -17,7 +17,7 @@ FLOORS = [
     {"checkpoint"},
     {"chain"},
     {"peer", "coordinator", "sim", "reference"},
-    {"inference", "local", "audit"},
+    {"inference", "local", "audit", "doctor"},
     {"evaluate", "generate", "export", "soak", "study"},
     {"cli"},
     {"__main__"},

@@ -1,17 +1,18 @@
-"""The suite's second attempt: for daemons that were too slow, never for wrong results. Shown on suites of its own."""
+"""The suite's second attempt: for missed deadlines of daemons, for nothing else. Shown on suites of its own."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import urllib.error
 from pathlib import Path
 
 import pytest
+from second_attempt import was_too_slow
 
 TESTS = Path(__file__).parent
 SLOW_ONCE = """
 import pathlib, pytest
-from swarm.comparison import WrongResult
 
 MARK = pathlib.Path(__file__).with_suffix(".seen")
 
@@ -22,15 +23,15 @@ def test_daemons():
     if first:
         raise {error}
 """
-BROKEN = "import pytest\n@pytest.mark.swarm\ndef test_daemons():\n    assert False\n"
+BROKEN = "import pytest\n@pytest.mark.swarm\ndef test_daemons():\n    raise TimeoutError\n"
 UNMARKED = SLOW_ONCE.replace("@pytest.mark.swarm", "")
 
 
 def suite(place: Path, *files: str, second_attempt: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run these test files with the project's conftest."""
+    """Run these test files with the project's plugin."""
     for number, text in enumerate(files):
         (place / f"test_{number}.py").write_text(text)
-    (place / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    (place / "conftest.py").write_text('pytest_plugins = ("second_attempt",)')
     settings = f'[pytest]\npythonpath = "{TESTS}"\nmarkers =\n  swarm: x\n  long: x\n'
     (place / "pytest.ini").write_text(settings)
     flag = ["--second-attempt"] if second_attempt else []
@@ -50,9 +51,9 @@ def test_what_was_too_slow_once_is_run_again_and_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "files",
     [
-        pytest.param([SLOW_ONCE.format(error="WrongResult('other bits')")], id="a wrong result"),
-        pytest.param([UNMARKED.format(error="AssertionError")], id="a test without daemons"),
-        pytest.param([SLOW_ONCE.format(error="AssertionError")] * 3, id="three failures"),
+        pytest.param([SLOW_ONCE.format(error="AssertionError('other bits')")], id="a wrong result"),
+        pytest.param([UNMARKED.format(error="TimeoutError")], id="a test without daemons"),
+        pytest.param([SLOW_ONCE.format(error="TimeoutError")] * 3, id="three failures"),
         pytest.param([BROKEN], id="a failure that stays"),
     ],
 )
@@ -62,8 +63,25 @@ def test_everything_else_fails_the_suite(tmp_path: Path, files: list[str]) -> No
     assert "passed at the second attempt" not in found.stdout
 
 
+@pytest.mark.parametrize(
+    ("error", "is_slow"),
+    [
+        (TimeoutError("this never became true"), True),
+        (subprocess.TimeoutExpired("swarmtrain", 1.0), True),
+        (urllib.error.URLError(TimeoutError("timed out")), True),
+        (pytest.fail.Exception("Timeout (>300.0s) from pytest-timeout."), True),
+        (pytest.fail.Exception("axe-core is not installed here"), False),
+        (urllib.error.URLError(ConnectionRefusedError()), False),
+        (AssertionError("serious color-contrast"), False),
+        (KeyError("swarmtrain_run_step"), False),
+    ],
+)
+def test_only_a_missed_deadline_is_too_slow(error: BaseException, is_slow: bool) -> None:
+    assert was_too_slow(error) == is_slow
+
+
 def test_only_the_whole_suite_has_second_attempts(tmp_path: Path) -> None:
-    found = suite(tmp_path, SLOW_ONCE.format(error="AssertionError"), second_attempt=False)
+    found = suite(tmp_path, SLOW_ONCE.format(error="TimeoutError"), second_attempt=False)
     assert found.returncode == 1
     assert "second attempt" not in found.stdout
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from swarmtrain.cli.options import JsonOption, print_json
+
 app = typer.Typer(help="Prepare training data.", no_args_is_help=True)
 
 
@@ -32,10 +34,9 @@ def prepare(
     shard_tokens: Annotated[
         int, typer.Option(help="Tokens per shard file; an interruption costs at most one shard of work.")
     ] = 1 << 26,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a sentence.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Turn text into hashed, memory-mapped token shards. Interrupted runs resume."""
-    import json
     import sys
 
     from swarmtrain.data.prepare import PrepareOptions
@@ -48,4 +49,7 @@ def prepare(
         result = run_prepare(options, on_progress=bar)
     finally:
         bar.close()
-    typer.echo(json.dumps(result.as_json()) if json_output else result.as_sentence())
+    if as_json:
+        print_json(result.as_json())
+    else:
+        print(result.as_sentence())

@@ -12,6 +12,7 @@ from swarmtrain import __version__
 from swarmtrain.cli import (
     audit,
     coordinator,
+    doctor,
     evaluate,
     export,
     generate,
@@ -37,7 +38,7 @@ app = typer.Typer(
     context_settings={"auto_envvar_prefix": "SWARMTRAIN", "help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data_app, name="data", help="Turn text into token shards.")
-VERBS = (local, coordinator, join, status, top, audit, train, evaluate, generate, export)
+VERBS = (local, coordinator, join, doctor, status, top, audit, train, evaluate, generate, export)
 for verb in (*VERBS, study, manifests, plan, sim):
     verb.register(app)
 
@@ -50,7 +51,14 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False,
+        "--version",
+        callback=_show_version,
+        is_eager=True,
+        allow_from_autoenv=False,  # a variable of this name is somebody's note, not a wish
+        help="Print the version.",
+    ),
 ) -> None:
     """Train one transformer across volunteers' machines over ordinary internet links."""
 

@@ -20,7 +20,12 @@ ManifestArgument = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a manifest key, as in boundary.k=8. May be repeated."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        envvar="SWARMTRAIN_SET",
+        help="Override a manifest key, as in boundary.k=8. May be repeated.",
+    ),
 ]
 CheckpointArgument = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a directory of checkpoints: then the newest.")
@@ -29,9 +34,15 @@ DataOption = Annotated[
     str | None,
     typer.Option("--data", metavar="SOURCE", help="Where the run's data is now; default: as in its manifest."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+JsonOption = Annotated[bool, typer.Option("--json", envvar="SWARMTRAIN_JSON", help="Print JSON, one object per line.")]
 TestFaultsOption = Annotated[
-    bool, typer.Option("--enable-test-faults", hidden=True, help="For tests: do what $SWARMTRAIN_FAULTS says.")
+    bool,
+    typer.Option(
+        "--enable-test-faults",
+        hidden=True,
+        allow_from_autoenv=False,
+        help="For tests: do what $SWARMTRAIN_FAULTS says.",
+    ),
 ]
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", min=1, help="Compute threads; default: all cores. Bits depend on it.")

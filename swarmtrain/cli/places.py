@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swarmtrain.cli.options import state_home
-from swarmtrain.errors import UsageError
+from swarmtrain.errors import StorageError, UsageError
 
 
 @contextlib.contextmanager
@@ -28,10 +28,8 @@ def remember_peer(state_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted(kind: str, state_dir: Path) -> Iterator[None]:
-    folder = state_home() / "running"
-    folder.mkdir(parents=True, exist_ok=True)
-    note = folder / f"{os.getpid()}.json"
-    note.write_text(json.dumps({"kind": kind, "pid": os.getpid(), "state_dir": str(state_dir.resolve())}))
+    note = state_home() / "running" / f"{os.getpid()}.json"
+    _write(note, json.dumps({"kind": kind, "pid": os.getpid(), "state_dir": str(state_dir.resolve())}))
     try:
         yield
     finally:
@@ -56,13 +54,27 @@ def running(kind: str | None = None) -> list[Path]:
 
 def remember_invite(text: str) -> None:
     """The last run joined."""
-    path = state_home() / "last-invite"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n")
+    _write(state_home() / "last-invite", text + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a note. Whoever looks meanwhile finds the old one or the new one, and so does a full disk."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}", fix="free some space, or set XDG_STATE_HOME to another directory"
+        ) from error
 
 
 def find_invite(given: str | None) -> str:
-    """The invite to use: given (also by $SWARMTRAIN_INVITE), the last run joined, or a coordinator on this machine."""
+    """The invite to use: given (also by $SWARMTRAIN_INVITE), else of a coordinator on this machine, else of the last
+    run joined."""
     if given:
         return given
     for state_dir in running("coordinator"):

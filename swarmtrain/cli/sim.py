@@ -58,7 +58,12 @@ def sim(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Any other parameter of the scenario, as download_s=30."),
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            envvar="SWARMTRAIN_SIM_SET",
+            help="Any other parameter of the scenario, as download_s=30; keys of --manifest, as boundary.k=8.",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write CSV files and plots into this directory.")] = None,
     as_json: JsonOption = False,
@@ -75,7 +80,11 @@ def sim(
         raise UsageError("--stages and --manifest contradict each other", fix="edit the manifest's stages.count")
     if trace is not None and no_churn:
         raise UsageError("--trace and --no-churn contradict each other")
-    workload = workload_of(manifest_from(manifest, None)) if manifest is not None else None
+    overrides = [item for item in set_ or [] if _is_of_manifest(item)]
+    parameters = [item for item in set_ or [] if not _is_of_manifest(item)]
+    if overrides and manifest is None:
+        raise UsageError(f"{overrides[0][:60]!r} is for a manifest", fix="add --manifest PRESET|MANIFEST")
+    workload = workload_of(manifest_from(manifest, overrides)) if manifest is not None else None
     mix = load_mix(profile or [], workload.mean_tflop if workload else DEFAULT_STAGE_TFLOP)
     base = Scenario(
         minutes=minutes,
@@ -94,12 +103,18 @@ def sim(
         scenario = base.with_(num_stages=count, num_peers=max(count, num_peers))
         if peers is not None and peers < count:
             raise UsageError(f"{peers} peers cannot serve {count} stages", fix="raise --peers")
-        scenario = with_settings(with_workload(scenario, workload) if workload else scenario, set_ or [])
+        scenario = with_settings(with_workload(scenario, workload) if workload else scenario, parameters)
         for text in policy or ["ours"]:
             chosen = with_policy(scenario, text)
             scenarios += [chosen.with_(seed=seed + number) for number in range(runs)]
     _write_probe(out)
     _report(_simulate(scenarios, as_json=as_json), out, as_json=as_json)
+
+
+def _is_of_manifest(setting: str) -> bool:
+    """Keys of a manifest have a dot; those of a scenario have none, except the rules of rebalancing."""
+    name = setting.partition("=")[0]
+    return "." in name and not name.startswith("rebalance.")
 
 
 def _simulate(scenarios: list[Scenario], *, as_json: bool) -> list[Result]:

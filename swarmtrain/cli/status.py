@@ -25,13 +25,15 @@ def register(app: typer.Typer) -> None:
 
 
 def status(state_dir: StateDir = None, as_json: JsonOption = False) -> None:
-    """What the daemons on this machine are doing, and why."""
+    """What the daemons on this machine are doing, and why. A silent one is listed; if it was named, it is an error."""
     from swarmtrain.observe.control import ControlError, ask
 
     for directory in _directories(state_dir):
         try:
             answer = asyncio.run(ask(directory / "control.sock", "status"))
         except ControlError as error:
+            if state_dir is not None:
+                raise
             answer = {"kind": "unknown", "state": "not answering", "reason": str(error), "state_dir": str(directory)}
         print_json(answer) if as_json else print(status_text(answer))
 

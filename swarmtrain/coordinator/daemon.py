@@ -137,7 +137,12 @@ class CoordinatorDaemon:
     def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """The run's key and journal; a new run writes them, a resumed one must match them."""
         options = self.options
-        options.state_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            options.state_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot make {options.state_dir}: {error.strerror}", fix="choose another --state-dir"
+            ) from error
         key_path = options.state_dir / "run.key"
         if key_path.exists():
             self._key = RunKey.load(key_path)
@@ -208,15 +213,8 @@ class CoordinatorDaemon:
         )
         for path in (self.options.state_dir / "invite", self.options.invite_file):
             if path is not None:
-                self._write_invite(path)
+                _write(path, self.invite.text() + "\n")
         self._phase("invite", self.invite.text())
-
-    def _write_invite(self, path: Path) -> None:
-        assert self.invite is not None
-        try:
-            path.write_text(self.invite.text() + "\n")
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}", fix="choose another --invite-file") from error
 
     def _resume(self) -> None:
         """Where the run stands: at the last decision, which is told again to whoever has not carried it out."""
@@ -338,7 +336,7 @@ class CoordinatorDaemon:
         await server.start(*same_port_as_before(*parse_address(self.options.page, "--page"), note))
         stack.push_async_callback(server.close)
         url = f"http://{server.address}/"
-        note.write_text(url + "\n")
+        _write(note, url + "\n")
         self._observed.page_url = url
         self._phase("page", url)
 
@@ -359,3 +357,10 @@ def check_supported(manifest: Manifest) -> None:
     """Refuse codecs that do not exist or do not go together, before anything is started."""
     gradient_spec(manifest)
     codec_pair(manifest)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}", fix="choose another directory") from error

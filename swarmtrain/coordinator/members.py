@@ -150,7 +150,3 @@ class Members:
     def silent(self, now: float, limit_s: float = SILENT_S) -> list[Member]:
         """Peers without a sign of life."""
         return [member for member in self._by_peer.values() if now - member.seen_at > limit_s]
-
-    def empty_stages(self, num_stages: int) -> list[int]:
-        """Stages that nobody serves."""
-        return [stage for stage in range(num_stages) if not self.of_stage(stage, "serving")]

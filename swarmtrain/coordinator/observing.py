@@ -60,7 +60,10 @@ class RunObserver:
 
     def link_closed(self, peer_id: str, error: LinkClosed) -> None:
         """A link ended. A peer whose link breaks is probably gone: shown at once, lost only when it stays silent."""
-        member = self.context.members.get(peer_id)
+        members = self.context.members
+        for gone in [peer for peer in self._doubts if members.get(peer) is None]:
+            del self._doubts[gone]
+        member = members.get(peer_id)
         if member is not None:
             self._doubts[peer_id] = Doubt(asyncio.get_running_loop().time(), str(error))
             self.context.events.emit(PeerDoubted(peer_id, member.stage, str(error)))

@@ -13,6 +13,7 @@ from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.steps import StepDriver
 from swarmtrain.observe.events import RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
+from swarmtrain.observe.word import no_peers
 
 T = TypeVar("T")
 
@@ -138,14 +139,14 @@ class Run:
     def _note_wait(self, empty: list[int], enough: bool) -> None:
         reason = ""
         if empty:
-            reason = f"stage {', '.join(map(str, empty))} has no peers"
+            reason = no_peers(empty)
         elif not enough:
             reason = f"waiting for {self._min_peers} peers"
         self._say_wait(reason)
 
     def _note_stage(self, stage: int, *, empty: bool) -> None:
         """In the middle of a step."""
-        reason = f"stage {stage} has no peers"
+        reason = no_peers([stage])
         waits_for = self._context.waits_for
         if empty and not waits_for:
             self._say_wait(reason)

@@ -53,13 +53,6 @@ def moved_basis(basis: Tensor, gram: Tensor, rate: float) -> Tensor:
     return orthonormal(u + rate * tangent)
 
 
-def outside_energy(basis: Tensor, gram: Tensor) -> float:
-    """f(U): how much of the gradients' energy lies outside S, as a share of all of it."""
-    c, u = gram.double(), basis.double()
-    total = float(torch.trace(c))
-    return 1.0 - float(torch.trace(u.T @ c @ u)) / total if total > 0.0 else 0.0
-
-
 def carried(role: Role, tensor: Tensor, old: Tensor, new: Tensor, *, squared: bool = False) -> Tensor:
     """What a parameter or first moment becomes when U moves from `old` to `new`.
 

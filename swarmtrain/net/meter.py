@@ -24,12 +24,6 @@ class LinkEstimate:
     num_down_samples: int
     backlog_bytes: int = 0  # queued here, not yet written
 
-    def predicted_transfer_s(self, num_bytes: int) -> float | None:
-        """Time until `num_bytes` more have arrived at the peer, the backlog included; None if nothing is known."""
-        if self.up_bytes_per_s is None:
-            return None
-        return (self.backlog_bytes + num_bytes) / self.up_bytes_per_s + (self.rtt_s or 0.0) / 2
-
 
 class GoodputEstimator:
     """Moving average of seconds per byte, since it is times that are predicted.

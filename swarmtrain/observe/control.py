@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.errors import ExitCode, StorageError, SwarmtrainError
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +33,16 @@ class ControlServer:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
-        """Listen; a stale socket of a dead daemon is replaced."""
-        self.path.unlink(missing_ok=True)
+        """Listen; a stale socket of a dead daemon is replaced. StorageError if there can be none at this path."""
         before = os.umask(0o177)
         try:
+            self.path.unlink(missing_ok=True)
             self._server = await asyncio.start_unix_server(self._serve, self.path, limit=_MAX_LINE)
+        except OSError as error:
+            raise StorageError(
+                f"cannot listen on {self.path}: {error.strerror or error}",
+                fix="choose another --state-dir, with a shorter path",
+            ) from error
         finally:
             os.umask(before)
 
@@ -80,6 +85,10 @@ async def ask(path: Path, command: str, **arguments: Any) -> dict[str, Any]:
             line = await reader.readline()
             writer.close()
         answer: dict[str, Any] = json.loads(line)
+    except FileNotFoundError as error:
+        raise ControlError(
+            f"no daemon runs on {path.parent}", fix="see `swarmtrain status` for those that do"
+        ) from error
     except (OSError, ValueError, TimeoutError) as error:
         raise ControlError(f"no answer from the daemon behind {path}: {error or 'timeout'}") from error
     if "error" in answer:

@@ -68,6 +68,7 @@ def daemon_families(snapshot: Snapshot) -> Iterator[Metric]:
     )
     yield gauge("daemon_state", "1 for the state that the daemon is in.", *_one_hot("state", states, snapshot["state"]))
     yield gauge("daemon_start_time_seconds", "When the daemon was started.", ({}, snapshot["started_at"]))
+    yield gauge("daemon_time_seconds", "The daemon's clock when these numbers were read.", ({}, snapshot["now"]))
     yield gauge("daemon_state_since_seconds", "Since when it does what it does.", ({}, snapshot["since"]))
     yield counter("events", "Events by type.", *by("event", snapshot["events"]))
     yield gauge("process_resident_memory_bytes", "Resident memory of the daemon.", ({}, snapshot["memory_bytes"]))

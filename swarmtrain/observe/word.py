@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-MAX_STAGES = 16  # that are named; further ones add nothing
-_EMPTY = re.compile(r"stages? ([0-9, ]{1,120}) (?:has|have) no peers")
+MAX_STAGES = 16  # that are named; work does not get past the first of them anyway
+_EMPTY = re.compile(r"stage ([0-9, ]{1,120}?)(?: and [0-9]{1,9} more)? has no peers")
 _BANNED = "banned: "
 
 
@@ -28,9 +28,9 @@ def banned(reason: str) -> str:
 
 
 def no_peers(stages: list[int]) -> str:
-    """For a run that waits for peers of these stages."""
-    shown = ", ".join(map(str, stages[:MAX_STAGES]))
-    return f"stage {shown} has no peers"
+    """For a run that waits for peers of these stages, in their order. Bounded, however many there are."""
+    shown, num_more = ", ".join(map(str, stages[:MAX_STAGES])), len(stages) - MAX_STAGES
+    return f"stage {shown}{f' and {num_more} more' if num_more > 0 else ''} has no peers"
 
 
 def understood(reason: str) -> Word:

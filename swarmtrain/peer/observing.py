@@ -93,7 +93,8 @@ class PeerObserver:
     def snapshot(self) -> dict[str, Any]:
         """Everything, as plain data."""
         context, times = self._context, self._context.compute.times
-        read, status = context.compute.split.read(), self._keeper.status
+        read, now = context.compute.split.read(), time.time()
+        status = self._keeper.status
         up, down = context.node.transfers()
         links = context.node.links()
         with self._process.oneshot():
@@ -101,6 +102,7 @@ class PeerObserver:
         return {
             "kind": "peer",
             **status.headline(),
+            "now": now,
             "run": context.run_id,
             "peer": context.node.peer_id,
             "stage": context.stage,

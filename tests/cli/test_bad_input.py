@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 from runs import SMALL, shards, small, train
 
 from swarmtrain.checkpoint import complete
+from swarmtrain.run.invite import Invite
 
 from .programs import assert_one_line, call, json_lines, run
 
@@ -241,6 +243,49 @@ def test_a_directory_that_cannot_be_made(trained: Path, verb: str) -> None:
     assert_one_line(call(*arguments), 8, "ST-STORAGE")
 
 
+DAEMONS: dict[str, Callable[[Path], tuple[object, ...]]] = {
+    "local": lambda state: ("local", "nano", *SETTINGS, "--state-dir", state),
+    "coordinator": lambda state: ("coordinator", "nano", *SETTINGS, "--state-dir", state, "--page", "off"),
+    "join": lambda state: ("join", invite(), "--state-dir", state),
+}
+
+
+def invite() -> str:
+    return Invite(
+        "0" * 16, bytes(32), ("/ip4/127.0.0.1/tcp/9/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN",)
+    ).text()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this machine's daemons note themselves."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("verb", DAEMONS)
+def test_a_state_directory_that_cannot_be_made(tmp_path: Path, home: Path, verb: str) -> None:
+    (tmp_path / "file").write_text("")
+    outcome = run(*DAEMONS[verb](tmp_path / "file" / "below"))
+    line = assert_one_line(outcome, 8, "ST-STATE-DIR" if verb == "join" else "ST-STORAGE")
+    assert str(tmp_path / "file" / "below") in line
+    assert not list(home.rglob("*.json"))  # it does not claim to run
+
+
+@pytest.mark.parametrize("verb", ["coordinator", "join"])
+def test_notes_that_cannot_be_written(tmp_path: Path, home: Path, verb: str) -> None:
+    home.write_text("no directory")
+    line = assert_one_line(call(*DAEMONS[verb](tmp_path / "state")), 8, "ST-STORAGE")
+    assert "XDG_STATE_HOME" in line
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("verb", ["status", "pause"])
+def test_asking_a_daemon_that_is_not_there(tmp_path: Path, home: Path, verb: str) -> None:
+    line = assert_one_line(call(verb, "--state-dir", tmp_path / "nowhere"), 3, "ST-CONTROL")
+    assert f"no daemon runs on {tmp_path / 'nowhere'}" in line
+
+
 def test_a_diverging_run_keeps_its_last_checkpoint(tmp_path: Path) -> None:
     settings = ("optimizer.learning_rate=1000", "schedule.warmup_steps=0", "schedule.steps=500", "checkpoint.every=1")
     overrides = [item for setting in settings for item in ("--set", setting)]
@@ -282,6 +327,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a file system is not allowed here")
     yield mount
     subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+@pytest.mark.parametrize("verb", DAEMONS)
+def test_a_disk_that_is_full_when_a_daemon_starts(small_disk: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """Directories can still be made on it, files can not be filled."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(small_disk / "home"))
+    with contextlib.suppress(OSError):
+        (small_disk / "filler").write_bytes(bytes(10**6))
+    outcome = call(*DAEMONS[verb](small_disk / "state"))
+    line = assert_one_line(outcome, 8, "ST-STORAGE")
+    assert "No space left" in line
+    assert [path.name for path in small_disk.rglob("*") if path.is_file() and path.stat().st_size] == ["filler"]
 
 
 def test_a_really_full_disk_keeps_the_checkpoints_that_fit(small_disk: Path) -> None:

@@ -57,10 +57,23 @@ def test_sim_of_a_manifest_with_profiles_has_steps() -> None:
     assert json.loads(done.out)["steps"] >= 1
 
 
+def test_sim_takes_keys_of_the_manifest_beside_parameters_of_the_scenario() -> None:
+    arguments = ("sim", "--manifest", "nano", "--peers", 8, "--minutes", 3, "--warmup", 1, "--no-churn", "--json")
+    settings = ("--set", "boundary.k=4", "--set", "stages.count=2", "--set", "download_s=7", "--set")
+    plain = json.loads(call(*arguments).out)["scenario"]
+    done = call(*arguments, *settings, "rebalance.min_gain=0.3")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)["scenario"]
+    assert (plain["num_stages"], found["num_stages"], found["download_s"]) == (4, 2, 7.0)
+    assert found["boundary_bytes"] < plain["boundary_bytes"]
+    assert_one_line(call(*arguments, "--set", "boundary.k=999"), 2, "ST-MANIFEST")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (("--peers", 2, "--stages", 4), "2 peers"),
+        (("--set", "boundary.k=8"), "add --manifest"),
         (("--policy", "fastest"), "fastest"),
         (("--set", "colour=red"), "colour"),
         (("--warmup", 99), "warmup_minutes"),

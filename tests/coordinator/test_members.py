@@ -127,4 +127,3 @@ def test_every_peer_is_in_one_place_at_a_time(signs: list[tuple[int, int, str]])
     for stage in range(3):
         found = members.of_stage(stage, "serving")
         assert [m.peer_id for m in found] == sorted(p for p, place in last.items() if place == (stage, "serving"))
-        assert (stage in members.empty_stages(3)) == (not found)

@@ -212,7 +212,7 @@ def test_without_the_optional_package_the_error_says_what_to_install(
     with pytest.raises(MissingExtraError) as caught:
         JsonTokenizer.open(bpe_file)
     assert "tokenizers" in str(caught.value)
-    assert "swarmtrain[data]" in caught.value.fix
+    assert "pip install '.[data]'" in caught.value.fix
     with pytest.raises(MissingExtraError):
         train_bpe([], 300, tmp_path / "t.json")
     assert ByteTokenizer().decode([97]) == "a"

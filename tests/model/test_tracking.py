@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swarmtrain.model.layout import Role
 from swarmtrain.model.state import StageState
-from swarmtrain.model.subspace import carried, first_basis, moved_basis, orthonormal, outside_energy, tensor_digest
+from swarmtrain.model.subspace import carried, first_basis, moved_basis, orthonormal, tensor_digest
 from swarmtrain.model.worker import StageWorker
 
 from .chains import Chain, boundary_errors, exactness, relative, some_tokens, tiny
@@ -26,6 +26,12 @@ def random_gram(seed: int, decay: float, size: int = 16) -> Tensor:
     generator = np.random.default_rng(seed)
     directions = np.linalg.qr(generator.normal(size=(size, size)))[0]
     return torch.from_numpy(directions * np.exp(-decay * np.arange(size)) @ directions.T)
+
+
+def outside_energy(basis: Tensor, gram: Tensor) -> float:
+    """f(U): how much of the gradients' energy lies outside S, as a share of all of it."""
+    c, u = gram.double(), basis.double()
+    return 1.0 - float(torch.trace(u.T @ c @ u)) / float(torch.trace(c))
 
 
 def defect(basis: Tensor) -> float:

@@ -43,7 +43,8 @@ async def until(condition: Callable[[], bool], what: str, *, deadline_s: float =
     """Wait for a state that nobody announces."""
     end = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < end, f"this never became true: {what}"
+        if time.monotonic() >= end:
+            raise TimeoutError(f"this never became true: {what}")
         await asyncio.sleep(0.01)
 
 

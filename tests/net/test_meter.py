@@ -59,9 +59,12 @@ def test_round_trips_are_smoothed_and_the_lowest_is_kept() -> None:
     assert 0.1 < rtt.smoothed_s < 0.2
 
 
-def test_a_transfer_is_predicted_from_backlog_goodput_and_round_trip() -> None:
+def test_an_estimate_has_what_is_known_and_none_for_the_rest() -> None:
     meter = LinkMeter("peer", prior_up_bytes_per_s=1e6)
-    assert meter.estimate().predicted_transfer_s(10**6) == pytest.approx(1.0)
     meter.rtt.add(0.2)
-    assert meter.estimate(backlog_bytes=500_000).predicted_transfer_s(10**6) == pytest.approx(1.6)
-    assert LinkMeter("other").estimate().predicted_transfer_s(1) is None
+    estimate = meter.estimate(backlog_bytes=500_000)
+    assert (estimate.up_bytes_per_s, estimate.rtt_s, estimate.backlog_bytes) == (1e6, 0.2, 500_000)
+    unknown = LinkMeter("other").estimate()
+    assert (unknown.up_bytes_per_s, unknown.down_bytes_per_s, unknown.rtt_s, unknown.backlog_bytes) == (None,) * 3 + (
+        0,
+    )

@@ -90,7 +90,8 @@ class Browser:
         """Until an expression is true; how long that took."""
         began = time.monotonic()
         while not self.evaluate(script):
-            assert time.monotonic() - began < timeout_s, f"never true in the page: {script}"
+            if time.monotonic() - began >= timeout_s:
+                raise TimeoutError(f"never true in the page: {script}")
             time.sleep(0.05)
         return time.monotonic() - began
 
@@ -119,7 +120,8 @@ class Browser:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
         with self._arrived:
-            assert self._arrived.wait_for(lambda: number in self._answers, 60), f"no answer to {method}"
+            if not self._arrived.wait_for(lambda: number in self._answers, 60):
+                raise TimeoutError(f"the browser does not answer {method}")
             answer = self._answers.pop(number)
         assert "error" not in answer, f"{method}: {answer['error']}"
         result: dict[str, Any] = answer["result"]

@@ -10,7 +10,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-import pytest
+from needs import needs
 from swarm.harness import REPOSITORY, until
 
 from .web import get, get_json
@@ -18,8 +18,8 @@ from .web import get, get_json
 DOCKER = REPOSITORY / "docker"
 RULES = DOCKER / "prometheus" / "rules.yml"
 _MISSING = [name for name in ("prometheus", "promtool") if shutil.which(name) is None]
-with_prometheus = pytest.mark.skipif(
-    bool(_MISSING), reason=f"there is no {' and no '.join(_MISSING)} here (Debian: apt-get install prometheus)"
+with_prometheus = needs(
+    not _MISSING, f"there is no {' and no '.join(_MISSING)} here (Debian: apt-get install prometheus)"
 )
 
 
@@ -78,6 +78,14 @@ class Prometheus:
         assert answer["status"] == "success"
         result: list[dict[str, Any]] = answer["data"]["result"]
         return result
+
+    def label_values(self, query: str) -> list[str]:
+        """What Grafana makes of `label_values(METRIC, LABEL)`."""
+        match = re.fullmatch(r"label_values\((\w+), (\w+)\)", query)
+        assert match is not None, query
+        chosen = urllib.parse.urlencode({"match[]": match[1]})
+        found: list[str] = get_json(f"{self.url}/api/v1/label/{match[2]}/values?{chosen}")["data"]
+        return found
 
     def firing(self) -> dict[str, dict[str, Any]]:
         """Alerts that fire, by name."""

@@ -50,6 +50,14 @@ def test_what_the_coordinator_says_explains_idleness() -> None:
     assert explain(replace(SERVING, word=near)).cause is Cause.NEXT_STAGE_EMPTY
 
 
+def test_a_run_that_waits_for_very_many_stages_says_so_in_a_sentence_that_is_understood() -> None:
+    told = word.no_peers(list(range(2, 1000)))
+    assert len(told) < 120
+    assert told.endswith("17 and 982 more has no peers")
+    assert word.understood(told).empty_stages == set(range(2, 18))
+    assert explain(replace(SERVING, word=word.understood(told))).cause is Cause.NEXT_STAGE_EMPTY
+
+
 def test_a_peer_that_computes_is_never_idle() -> None:
     obstacles = replace(SERVING, next_stage_peers=0, capped_by="x", word=word.understood(word.banned("y")))
     assert explain(obstacles).cause is Cause.BANNED

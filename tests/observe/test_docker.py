@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from needs import missing
 from swarm.harness import REPOSITORY, clean_environment
 from typer.main import get_command
 
@@ -25,7 +25,7 @@ TOOLS = Path(sys.executable).parent
 def tool(name: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
     program = TOOLS / name
     if not program.exists():
-        pytest.skip(f"{name} is not installed beside this Python; scripts/test does it")
+        missing(f"{name} is not installed beside this Python; scripts/test does it")
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=60)
 
 

@@ -9,16 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from needs import needs
 from swarm.harness import PATIENCE, Swarm, tiny
 
 from . import axe
 from .browser import PROGRAM, WHY_NOT, Browser
 
-pytestmark = [pytest.mark.swarm, pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)]
+pytestmark = [pytest.mark.swarm, needs(PROGRAM is not None, WHY_NOT)]
 
 PICTURES = os.environ.get("SWARMTRAIN_TEST_PICTURES")  # a directory: the page's pictures for docs/ are written there
 
-with_axe = pytest.mark.skipif(not axe.IS_HERE, reason=axe.WHY_NOT)
+with_axe = needs(axe.IS_HERE, axe.WHY_NOT)
 SIZES = [(1280, 900, False), (360, 740, True)]  # a desktop and a phone
 FAULTS = (Path(__file__).parent / "accessibility.js").read_text()
 

@@ -1,125 +1,26 @@
-"""Dashboards and alerts: every query parses and finds data in a real Prometheus that watches a real swarm."""
+"""A real Prometheus that watches a real `swarmtrain local`: every query and alert parses, every panel finds data."""
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import json
 import re
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
-from swarm.harness import REPOSITORY, Swarm, tiny, until
+from swarm.harness import PATIENCE, REPOSITORY, clean_environment, swarmtrain, tiny, until
 
+from .dashboards import panels, variables
 from .prometheus import DOCKER, RULES, Prometheus, promtool, with_prometheus
-from .web import get, get_json
+from .web import get, get_json, known_metrics
 
-
-def dashboards_program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("dashboards", DOCKER / "dashboards.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["dashboards"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def dashboards() -> dict[str, dict[str, Any]]:
-    return {
-        path.stem: json.loads(path.read_text()) for path in sorted((DOCKER / "grafana" / "dashboards").glob("*.json"))
-    }
-
-
-def panels() -> list[tuple[str, list[str]]]:
-    """(dashboard and title, queries with variables filled in)."""
-    return [
-        (f"{name}: {panel['title']}", [filled(target["expr"]) for target in panel["targets"]])
-        for name, board in dashboards().items()
-        for panel in board["panels"]
-    ]
-
-
-def filled(expr: str) -> str:
-    return expr.replace("$__rate_interval", "10s").replace("$stage", ".*").replace("$name", ".*")
-
-
-def known_metrics() -> set[str]:
-    """Every metric on the page of docs/observe.md; a test below compares that page with real daemons."""
-    section = (REPOSITORY / "docs" / "observe.md").read_text().split("## Metrics")[1]
-    rows = [line for line in section.splitlines() if line.startswith("|")]
-    return {f"swarmtrain_{name}" for row in rows for name in re.findall(r"`([a-z_]+)(?:\{[a-z,]+\})?`", row)}
-
-
-def test_the_committed_dashboards_are_the_programs_output() -> None:
-    for path, text in dashboards_program().files().items():
-        assert path.read_text() == text, f"{path.name} is stale: run python docker/dashboards.py"
-    assert set(dashboards()) == {"swarm", "stage", "peer", "wire"}
-
-
-def test_dashboards_are_well_formed() -> None:
-    boards = dashboards()
-    assert len({board["uid"] for board in boards.values()}) == len(boards)
-    for board in boards.values():
-        taken: set[tuple[int, int]] = set()
-        assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-        for panel in board["panels"]:
-            assert panel["description"]
-            assert panel["targets"]
-            place = panel["gridPos"]
-            cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
-            assert not cells & taken, f"{panel['title']} covers another panel"
-            assert max(x for x, _ in cells) < 24
-            taken |= cells
-
-
-def test_every_panel_and_alert_refers_to_metrics_that_exist() -> None:
-    known, used = known_metrics(), set()
-    for _, queries in panels():
-        used |= {name for query in queries for name in re.findall(r"\bswarmtrain_[a-z_]+", query)}
-    used |= set(re.findall(r"\bswarmtrain_[a-z_]+", RULES.read_text()))
-    assert len(used) > 30
-    assert used <= known, used - known
-
-
-def leaves(item: Any, path: str = "") -> dict[str, Any]:
-    """Every value with its path."""
-    if isinstance(item, dict):
-        return {key: value for name, part in item.items() for key, value in leaves(part, f"{path}/{name}").items()}
-    if isinstance(item, list):
-        return {key: value for i, part in enumerate(item) for key, value in leaves(part, f"{path}/{i}").items()}
-    return {path: item}
-
-
-def lost_in_grafana(board: dict[str, Any]) -> list[str]:
-    """What Grafana's own types do not know of a dashboard, or know otherwise."""
-    from grafana_foundation_sdk.cog.encoder import JSONEncoder
-    from grafana_foundation_sdk.models.dashboard import Dashboard
-
-    read = leaves(json.loads(json.dumps(Dashboard.from_json(board), cls=JSONEncoder)))
-    return [path for path, value in leaves(board).items() if path not in read or read[path] != value]
-
-
-def test_grafanas_own_types_read_the_dashboards_without_loss() -> None:
-    for board in dashboards().values():
-        assert lost_in_grafana(board) == []
-    board = dashboards()["swarm"]
-    board["panels"][0]["tittle"] = "planted"
-    assert lost_in_grafana(board) == ["/panels/0/tittle"]
-
-
-def test_every_query_is_promql() -> None:
-    import promql_parser
-
-    for _, queries in panels():
-        for query in queries:
-            promql_parser.parse(query)
-    with pytest.raises(ValueError, match="parenthesis"):
-        promql_parser.parse("sum by (x (y)")
+WITHOUT_DATA = "swarmtrain_peer_gpu_memory_bytes"  # the one query that finds nothing: these peers compute on the CPU
 
 
 @with_prometheus
@@ -168,61 +69,123 @@ def test_a_broken_alert_fails_its_unit_test(tmp_path: Path, correct: str, wrong:
     assert promtool("test", "rules", tmp_path / "rules_test.yml").returncode == 1
 
 
+@dataclass(frozen=True)
+class Local:
+    """A running `swarmtrain local`."""
+
+    page: str
+    environment: dict[str, str]  # in which verbs find it
+
+
 @pytest.fixture(scope="module")
-def swarm(shared_place: Path) -> Iterator[Swarm]:
-    manifest = tiny(
-        "schedule.steps=1000000", "stages.count=2", "checkpoint.every=10", "validation.every=5",
-        "batch.sequences_per_microbatch=8",
+def local(shared_place: Path) -> Iterator[Local]:
+    """Two stages, three peers; past its first checkpoint and validation. Ends as a person ends it."""
+    manifest = shared_place / "run.toml"
+    manifest.write_text(
+        tiny(
+            "schedule.steps=1000000", "stages.count=2", "checkpoint.every=10", "validation.every=5",
+            "batch.sequences_per_microbatch=8",
+        ).canonical()
     )  # fmt: skip
-    swarm = Swarm(manifest, shared_place, num_peers=3, min_peers=3)
+    environment = clean_environment({"XDG_STATE_HOME": str(shared_place / "home")})
+    arguments = ["local", str(manifest), "--peers", "3", "--state-dir", str(shared_place / "local"), "--json"]
+    with (shared_place / "local.jsonl").open("w") as said, (shared_place / "local.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "swarmtrain", *arguments],
+            stdin=subprocess.DEVNULL, stdout=said, stderr=log, env=environment, cwd=REPOSITORY,
+        )  # fmt: skip
+
+    def is_training() -> bool:
+        assert process.poll() is None, (shared_place / "local.log").read_text()
+        return '{"step": 12,' in (shared_place / "local.jsonl").read_text()
+
     try:
-        swarm.start_coordinator()
-        for stage in (0, 0, 1):
-            swarm.start_peer(stage, "--metrics", "127.0.0.1:0")
-        swarm.wait_step(12)
-        yield swarm
+        until(is_training, "twelve steps are applied", timeout_s=180)
+        page = (shared_place / "local" / "coordinator" / "page").read_text().strip()
+        yield Local(page, environment)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60 * PATIENCE) == 0
     finally:
-        swarm.close()
+        if process.poll() is None:
+            process.kill()  # its daemons die with it
+            process.wait()
 
 
 @pytest.fixture(scope="module")
-def prometheus(swarm: Swarm, shared_place: Path) -> Iterator[Prometheus]:
-    server = Prometheus(shared_place, (swarm.coordinator_dir / "page").read_text().strip())
+def prometheus(local: Local, shared_place: Path) -> Iterator[Prometheus]:
+    server = Prometheus(shared_place, local.page)
     yield server
     server.close()
 
 
 @pytest.mark.swarm
 @with_prometheus
-def test_prometheus_finds_all_peers_and_every_panel_has_data(prometheus: Prometheus, swarm: Swarm) -> None:
+def test_prometheus_finds_all_peers_and_every_query_has_data(prometheus: Prometheus) -> None:
     until(lambda: len(prometheus.query("up == 1")) == 4, "coordinator and three peers are scraped")
     until(lambda: len(prometheus.query("count_over_time(swarmtrain_peer_step[12s]) >= 11")) == 3, "enough scrapes")
-
-    for title, queries in panels():
-        until(
-            lambda queries=queries: any(prometheus.query(query) for query in queries),  # type: ignore[misc]
-            f"{title} has data",
-            timeout_s=60,
-        )
-    total = prometheus.query(
-        "(sum by (name) (rate(swarmtrain_peer_seconds_total[10s]))"
-        " + sum by (name) (rate(swarmtrain_peer_idle_seconds_total[10s])))"
-    )
-    assert len(total) == 3
-    for item in total:
-        assert float(item["value"][1]) == pytest.approx(1.0, abs=0.05)  # scrapes are not to the millisecond
+    queries = {query: title for title, queries in panels() for query in queries}
+    silent = {query for query in queries if WITHOUT_DATA in query}
+    assert len(silent) == 1
+    for query in queries.keys() - silent:
+        has_data = functools.partial(prometheus.query, query)
+        until(lambda has_data=has_data: bool(has_data()), f"{queries[query]} has data: {query}")  # type: ignore[misc]
+    assert {query for query in silent if prometheus.query(query)} == set()
 
 
 @pytest.mark.swarm
 @with_prometheus
-def test_the_metrics_of_real_daemons_are_well_formed_and_exactly_those_of_the_page(swarm: Swarm) -> None:
-    page = (swarm.coordinator_dir / "page").read_text().strip()
+def test_every_variable_offers_what_there_is(prometheus: Prometheus) -> None:
+    found = {title: sorted(prometheus.label_values(query)) for title, query in variables()}
+    assert found == {"stage: $stage": ["0", "1"], "peer: $name": ["peer0", "peer1", "peer2"]}
+
+
+@pytest.mark.swarm
+@with_prometheus
+def test_the_parts_of_time_add_up_in_prometheus_too(prometheus: Prometheus) -> None:
+    """Samples of one scrape have one time stamp, so an offset takes all of them from one answer of the daemon."""
+    spent, clock = (
+        " + ".join(f"(sum by (name) ({name}) - sum by (name) ({name} offset 8s))" for name in names)
+        for names in (
+            ("swarmtrain_peer_seconds_total", "swarmtrain_peer_idle_seconds_total"),
+            ("swarmtrain_daemon_time_seconds",),
+        )
+    )
+    expr = f"({spent}) / ({clock})"
+    until(lambda: len(prometheus.query(expr)) == 3, "there are samples of eight seconds ago")
+    for item in prometheus.query(expr):
+        assert float(item["value"][1]) == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.swarm
+@with_prometheus
+def test_the_metrics_of_real_daemons_are_well_formed_and_exactly_those_of_the_page(local: Local) -> None:
     found: set[str] = set()
-    targets = [f"http://{item['targets'][0]}/" for item in get_json(page + "api/targets")]
-    for url in (page, *targets):
+    targets = [f"http://{item['targets'][0]}/" for item in get_json(local.page + "api/targets")]
+    for url in (local.page, *targets):
         text = get(url + "metrics")[1]
         done = promtool("check", "metrics", text=text)
         assert done.returncode == 0, done.stdout + done.stderr
         found |= set(re.findall(r"^(swarmtrain_[a-z_]+)", text, re.MULTILINE))
         assert not re.search(r"[{,](job|instance)=", text)  # Prometheus's own: it would rename ours
     assert found == known_metrics()
+
+
+@pytest.mark.swarm
+def test_the_doctor_finds_nothing_to_mend_beside_a_running_swarm(local: Local) -> None:
+    done = swarmtrain("doctor", "--json", environment=local.environment)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (done.returncode, found.pop()) == (0, {"done": True, "bad": 0}), done.stdout
+    names = ["device", "memory", "disk", "p2pd", "ports", "bootstrap", "clock", "run"]
+    assert [(item["name"], item["verdict"]) for item in found] == [(name, "good") for name in names]
+
+
+@pytest.mark.swarm
+def test_top_finds_the_swarm_of_this_machine_and_shows_all_of_it(local: Local) -> None:
+    done = swarmtrain("top", "--once", environment=local.environment)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("training since") for line in lines), done.stdout
+    (numbers,) = [line for line in lines if re.match(r"step \d+/1000000  loss \d", line)]
+    assert int(numbers.split("/")[0].removeprefix("step ")) >= 12
+    stages = {row[1]: row[0] for row in map(str.split, lines) if len(row) > 2 and row[2] == "serving"}
+    assert stages == {"peer0": "0", "peer1": "1", "peer2": "0"}

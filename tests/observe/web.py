@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from swarm.harness import REPOSITORY
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -37,3 +39,10 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 def total(samples: Samples, name: str) -> float:
     return sum(number for (known, _), number in samples.items() if known == name)
+
+
+def known_metrics() -> set[str]:
+    """Every metric on the page of docs/observe.md; test_prometheus.py compares that page with real daemons."""
+    section = (REPOSITORY / "docs" / "observe.md").read_text().split("## Metrics")[1]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return {f"swarmtrain_{name}" for row in rows for name in re.findall(r"`([a-z_]+)(?:\{[a-z,]+\})?`", row)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,44 +48,28 @@ class References:
         return self._known[digest]
 
 
-class WrongResult(AssertionError):
-    """Other bits than the reference's, or books that do not balance."""
-
-
-@contextmanager
-def final() -> Iterator[None]:
-    """What fails in here is a wrong result."""
-    try:
-        yield
-    except AssertionError as error:
-        raise WrongResult(*error.args) from error
-
-
 def assert_same_weights(one: Checkpoint, other: Checkpoint) -> None:
     """Equal bit for bit: parameters, moments and state digests of every stage, and the step."""
-    with final():
-        assert one.step == other.step
-        assert len(one.stages) == len(other.stages)
-        for stage in range(len(one.stages)):
-            assert same_tensors(one.load_stage(stage), other.load_stage(stage)), f"stage {stage} differs"
-            assert one.stages[stage].state_digest == other.stages[stage].state_digest
+    assert one.step == other.step
+    assert len(one.stages) == len(other.stages)
+    for stage in range(len(one.stages)):
+        assert same_tensors(one.load_stage(stage), other.load_stage(stage)), f"stage {stage} differs"
+        assert one.stages[stage].state_digest == other.stages[stage].state_digest
 
 
 def assert_books_balance(swarm: Swarm) -> None:
     """Every microbatch was counted once on every stage, and replicas agreed."""
-    with final():
-        found = swarm.audit()
-        assert found.passed, found.faults
+    found = swarm.audit()
+    assert found.passed, found.faults
 
 
 def assert_equals_reference(swarm: Swarm, reference: ReferenceRun) -> None:
     """The swarm's last state and every loss, decided and reported, have the reference's bits, and the books balance."""
     assert_same_weights(swarm.checkpoint(), reference.checkpoint)
-    with final():
-        with Journal(swarm.coordinator_dir / "journal.sqlite", read_only=True) as journal:
-            decided = [decision.loss for decision, _ in journal.decisions()]
-        assert decided == reference.losses, "other losses than the reference's"
-        for step, loss in swarm.reported().items():
-            assert loss == decided[step - 1], f"another loss was reported of step {step} than was decided"
-        assert len(decided) == swarm.manifest.schedule.steps
+    with Journal(swarm.coordinator_dir / "journal.sqlite", read_only=True) as journal:
+        decided = [decision.loss for decision, _ in journal.decisions()]
+    assert decided == reference.losses, "other losses than the reference's"
+    for step, loss in swarm.reported().items():
+        assert loss == decided[step - 1], f"another loss was reported of step {step} than was decided"
+    assert len(decided) == swarm.manifest.schedule.steps
     assert_books_balance(swarm)

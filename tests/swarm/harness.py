@@ -75,7 +75,8 @@ def until(condition: Callable[[], bool], what: str, *, timeout_s: float = WAIT_S
     ends_at = time.monotonic() + timeout_s * PATIENCE
     pause = threading.Event()
     while not condition():
-        assert time.monotonic() < ends_at, f"this never became true: {what}"
+        if time.monotonic() >= ends_at:
+            raise TimeoutError(f"this never became true: {what}")
         pause.wait(0.02)
 
 
@@ -290,7 +291,7 @@ class Swarm:
                 left_s = ends_at - time.monotonic()
                 if left_s <= 0:
                     words = "\n".join(daemon.last_words() for daemon in self.daemons)
-                    raise AssertionError(f"this never became true: {what}\n{words}")
+                    raise TimeoutError(f"this never became true: {what}\n{words}")
                 self._changed.wait(min(left_s, 0.5))
 
     def wait(self, daemon: Daemon | None, event: str, *, timeout_s: float = WAIT_S, **wanted: Any) -> Event:

@@ -81,7 +81,7 @@ function showJoin() {
   const counts = status.stages.map((peers) => peers.filter((peer) => peer.state === "serving").length);
   const stage = counts.includes(0) ? counts.indexOf(0) : serving.indexOf(Math.min(...serving));
   $("needed").textContent = `stage ${stage}`;
-  const text = `pip install swarmtrain\nswarmtrain join ${status.invite} --stage ${stage}`;
+  const text = `# in a clone of the repository\npip install --constraint constraints.txt .\nswarmtrain join ${status.invite} --stage ${stage}`;
   if ($("join").textContent !== text) $("join").textContent = text;
 }
 

@@ -1,0 +1,82 @@
+"""`swarmtrain doctor`: can this machine take part, and if not, what is to be done?"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarmtrain.cli.options import JsonOption, print_json, state_home
+from swarmtrain.cli.places import find_invite
+from swarmtrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from swarmtrain.doctor import Finding
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    invite: Annotated[
+        str | None,
+        typer.Argument(
+            envvar="SWARMTRAIN_INVITE",
+            help="The run to try; default: the coordinator of this machine, else the last run joined, else none.",
+        ),
+    ] = None,
+    gpu: Annotated[int | None, typer.Option(min=0, help="Look at this CUDA device instead of the CPU.")] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Where the daemon would write; default: the XDG state directory.")
+    ] = None,
+    listen: Annotated[
+        list[str] | None, typer.Option(help="Multiaddress to try; default: all IPv4 addresses, a free port.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Look at device, memory, disk, network daemon, ports, every bootstrap peer, clock and run; say what to mend."""
+    from swarmtrain.doctor import Patient, Verdict, examine, exit_code
+    from swarmtrain.run.invite import parse_invite
+
+    text = _known_invite(invite)
+    patient = Patient(
+        state_dir=(state_dir or state_home()).absolute(),
+        gpu=gpu,
+        listen=tuple(listen or ["/ip4/0.0.0.0/tcp/0"]),
+        invite=parse_invite(text) if text else None,
+    )
+    findings: list[Finding] = []
+
+    def tell(finding: Finding) -> None:
+        findings.append(finding)
+        if as_json:
+            print_json(finding.as_dict())
+        else:
+            print(_line(finding), flush=True)
+
+    asyncio.run(examine(patient, tell))
+    num_bad = sum(finding.verdict is Verdict.BAD for finding in findings)
+    if as_json:
+        print_json({"done": True, "bad": num_bad})
+    elif num_bad:
+        print(f"{num_bad} to mend before this machine can take part")
+    else:
+        print("this machine can take part" + ("" if text else ", as far as can be said without an invite"))
+    raise typer.Exit(exit_code(findings))
+
+
+def _known_invite(given: str | None) -> str:
+    """The invite that `join` would use; empty if there is none."""
+    try:
+        return find_invite(given)
+    except UsageError:
+        return ""
+
+
+def _line(finding: Finding) -> str:
+    line = f"{finding.verdict.value:<8}{finding.name:<10} {finding.detail}"
+    return f"{line}\n{'':19}{finding.fix}" if finding.fix else line

@@ -1,0 +1,248 @@
+"""Can this machine take part, and if not, what is to be done? Each thing that a daemon needs is looked at by itself.
+
+The network is tried with a host of its own, in a directory that is removed afterwards: a daemon that runs here is not
+disturbed. Nothing is judged by a rule of thumb if it can be tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from swarmtrain.chain.offer import COORDINATOR_TOPIC
+from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.net.directory import MAX_CLOCK_OFFSET_S, Directory, DirectoryOptions
+from swarmtrain.net.host import Host
+from swarmtrain.net.host_errors import AddressInUseError, CannotListenError, DialResult, HostError
+from swarmtrain.net.host_options import HostOptions
+from swarmtrain.net.p2pd import bundled_p2pd
+from swarmtrain.peer.coordinator_link import directory_rules
+from swarmtrain.peer.options import choose_device
+from swarmtrain.run.invite import Invite
+
+ENOUGH_MEMORY_BYTES = 1 << 30  # interpreter, torch, network daemon, and a small stage
+ENOUGH_DISK_BYTES = 256 << 20  # identity, logs and events of a peer
+LOOK_S = 15.0  # a coordinator's record is spread within seconds
+
+
+class Verdict(StrEnum):
+    """What became of one look."""
+
+    GOOD = "good"
+    ODD = "odd"  # it will do, and somebody should know
+    BAD = "bad"
+    SKIPPED = "skipped"  # something before it is bad, or there is nothing to look at
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing: what was found, and if it is bad, what to do and the exit code that a daemon would end with."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+    fix: str = ""
+    exit_code: ExitCode = ExitCode.DONE
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**asdict(self), "verdict": self.verdict.value, "exit_code": int(self.exit_code)}
+
+
+Tell = Callable[[Finding], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """What is to be looked at."""
+
+    state_dir: Path  # where the daemon would write
+    gpu: int | None = None
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    invite: Invite | None = None
+    p2pd_binary: Path | None = None
+    look_s: float = LOOK_S
+
+
+async def examine(patient: Patient, tell: Tell) -> None:
+    """Tell every finding as soon as it is known, from the machine to the run."""
+    tell(device(patient.gpu))
+    tell(memory())
+    tell(disk(patient.state_dir))
+    async with _host(patient) as host:
+        if isinstance(host, HostError):
+            is_port = isinstance(host, AddressInUseError | CannotListenError)
+            tell(_bad("ports" if is_port else "p2pd", host))
+            _skip(tell, ("bootstrap", "clock", "run"), "the network daemon did not start")
+            return
+        tell(Finding("p2pd", Verdict.GOOD, f"{patient.p2pd_binary or bundled_p2pd()} runs"))
+        tell(Finding("ports", Verdict.GOOD, f"listening on {', '.join(host.addresses()[:3])}"))
+        if patient.invite is None:
+            _skip(tell, ("bootstrap", "clock", "run"), "there is no invite")
+        elif _bootstrap(await host.connect(patient.invite.bootstrap), tell):
+            await _run(host, patient.invite, patient.look_s, tell)
+        else:
+            _skip(tell, ("clock", "run"), "no bootstrap peer is reached")
+
+
+def exit_code(findings: list[Finding]) -> ExitCode:
+    """That of the first bad one."""
+    return next((item.exit_code for item in findings if item.verdict is Verdict.BAD), ExitCode.DONE)
+
+
+def device(gpu: int | None) -> Finding:
+    """The GPU that was asked for, or the CPU."""
+    try:
+        chosen = choose_device(gpu)
+    except SwarmtrainError as error:
+        return _bad("device", error)
+    cores = len(os.sched_getaffinity(0))
+    if chosen == "cpu":
+        return Finding("device", Verdict.GOOD, f"CPU with {cores} cores, torch {torch.__version__}")
+    free, total = torch.cuda.mem_get_info(chosen)
+    what = f"{torch.cuda.get_device_name(chosen)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+    return Finding("device", Verdict.GOOD, f"{what}, torch {torch.__version__}")
+
+
+def memory(available_bytes: int | None = None) -> Finding:
+    """What is free now."""
+    known = psutil.virtual_memory()
+    available = known.available if available_bytes is None else available_bytes
+    detail = f"{available / 1e9:.1f} of {known.total / 1e9:.1f} GB free"
+    if available >= ENOUGH_MEMORY_BYTES:
+        return Finding("memory", Verdict.GOOD, detail)
+    fix = f"free some: a daemon takes {ENOUGH_MEMORY_BYTES / 1e9:.1f} GB with the smallest stage"
+    return Finding("memory", Verdict.BAD, detail, fix, ExitCode.HARDWARE)
+
+
+def disk(state_dir: Path) -> Finding:
+    """Whether the state directory can be written, and how much room there is."""
+    try:
+        with _made(state_dir), tempfile.NamedTemporaryFile(dir=state_dir, prefix=".doctor-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            free = shutil.disk_usage(state_dir).free
+    except OSError as error:
+        fix = "make room, check owner and mode, or choose another --state-dir"
+        return Finding("disk", Verdict.BAD, f"cannot write to {state_dir}: {error.strerror}", fix, ExitCode.STORAGE)
+    detail = f"{free / 1e9:.1f} GB free in {state_dir}"
+    if free >= ENOUGH_DISK_BYTES:
+        return Finding("disk", Verdict.GOOD, detail)
+    return Finding(
+        "disk", Verdict.ODD, detail, f"make room: logs and events take up to {ENOUGH_DISK_BYTES / 1e9:.1f} GB"
+    )
+
+
+@contextmanager
+def _made(path: Path) -> Iterator[None]:
+    """A directory while it is looked at; what had to be made for that is removed again."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # somebody uses it by now
+            for place in missing:
+                place.rmdir()
+
+
+@asynccontextmanager
+async def _host(patient: Patient) -> AsyncIterator[Host | HostError]:
+    """A host as the daemon would start it, or why there is none."""
+    with tempfile.TemporaryDirectory(prefix="st-doctor-") as place:
+        options = HostOptions(
+            state_dir=Path(place),
+            listen=patient.listen,
+            bootstrap=patient.invite.bootstrap if patient.invite is not None else (),  # the directory starts from them
+            require_bootstrap=False,
+            p2pd_binary=patient.p2pd_binary,
+        )
+        try:
+            host = await Host.start(options)
+        except HostError as error:
+            yield error
+            return
+        try:
+            yield host
+        finally:
+            await host.close()
+
+
+def _bootstrap(results: list[DialResult], tell: Tell) -> bool:
+    """Each bootstrap peer by itself; whether there is one, which is enough to take part."""
+    has_one = any(result.error is None for result in results)
+    for result in results:
+        if result.error is None:
+            tell(Finding("bootstrap", Verdict.GOOD, str(result)))
+        elif has_one:
+            tell(Finding("bootstrap", Verdict.ODD, str(result), "nothing: another one is reached"))
+        else:
+            fix = "check this machine's network and firewall, that the run is going, and that the invite is the newest"
+            tell(Finding("bootstrap", Verdict.BAD, str(result), fix, ExitCode.UNREACHABLE))
+    return has_one
+
+
+async def _run(host: Host, invite: Invite, look_s: float, tell: Tell) -> None:
+    """The clock and the coordinator, as the run's directory shows them."""
+    options = DirectoryOptions(rules=directory_rules(invite), client_mode=True)
+    directory = await Directory.start(host, invite.run_id, options)
+    try:
+        coordinator = await _coordinator(directory, look_s)
+        status = directory.status()
+    finally:
+        await directory.close()
+    if status.num_neighbours:
+        tell(clock(status.clock_offset_s))
+    else:
+        _skip(tell, ("clock",), "nobody told a time")
+    if coordinator:
+        tell(Finding("run", Verdict.GOOD, f"run {invite.run_id} is coordinated by {coordinator[-8:]}"))
+    else:
+        fix = "is the coordinator running, and is this its newest invite?"
+        detail = f"no coordinator of run {invite.run_id} within {look_s:.0f} s"
+        tell(Finding("run", Verdict.BAD, detail, fix, ExitCode.UNREACHABLE))
+
+
+async def _coordinator(directory: Directory, look_s: float) -> str:
+    """The peer that announces itself as coordinator with the run's signature; empty if there is none in time."""
+    ends_at = asyncio.get_running_loop().time() + look_s
+    while True:
+        try:
+            found = await directory.lookup(COORDINATOR_TOPIC)
+        except SwarmtrainError:
+            found = {}
+        if found or asyncio.get_running_loop().time() >= ends_at:
+            return next(iter(found), "")
+        await asyncio.sleep(0.5)  # the directory has no notifications
+
+
+def clock(others_ahead_s: float) -> Finding:
+    """This clock against those of the run: signed records live for seconds."""
+    off = abs(others_ahead_s)
+    detail = (
+        "as the others'" if off < 0.5 else f"{off:.1f} s {'behind' if others_ahead_s > 0 else 'ahead of'} the others'"
+    )
+    if off <= MAX_CLOCK_OFFSET_S:
+        return Finding("clock", Verdict.GOOD, detail)
+    fix = "set it by NTP: records of the network would be refused"
+    return Finding("clock", Verdict.BAD, detail, fix, ExitCode.UNREACHABLE)
+
+
+def _bad(name: str, error: SwarmtrainError) -> Finding:
+    return Finding(name, Verdict.BAD, str(error), error.fix or "see docs/errors.md", error.exit_code)
+
+
+def _skip(tell: Tell, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        tell(Finding(name, Verdict.SKIPPED, why))
