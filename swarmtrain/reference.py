@@ -62,14 +62,14 @@ class ReferenceTrainer:
 
     def run(self) -> Iterator[StepReport]:
         """Train to the last step; yields after every step, when its checkpoint is on disk."""
-        every, last = self.manifest.checkpoint.every, self.manifest.schedule.steps
+        last = self.manifest.schedule.steps
         while self.steps_done < last:
             started = time.perf_counter()
             loss, norm, rate = self.step()
             elapsed = time.perf_counter() - started
             done = self.steps_done
             validate = self.manifest.validation.every and done % self.manifest.validation.every == 0
-            save = self.out is not None and (done == last or (every and done % every == 0))
+            save = self.out is not None and (done == last or self.manifest.is_checkpoint(done))
             yield StepReport(
                 step=done,
                 loss=loss,
@@ -123,15 +123,14 @@ class ReferenceTrainer:
         return checkpoints.save_states(self.out / "checkpoints", states, keep=self.manifest.checkpoint.keep)
 
     def _begin_step(self, t: int) -> None:
-        """Codecs forget everything where a checkpoint lies: a run that resumes there knows no more."""
-        every = self.manifest.checkpoint.every
-        at_checkpoint = bool(every and t % every == 0)
+        """Codecs forget everything where a checkpoint lies, as peers' do: a run that resumes there knows no more."""
         for boundary in self.boundaries:
             boundary.begin_step(t)
-            if at_checkpoint:
+        if self.manifest.is_checkpoint(t):
+            for boundary in self.boundaries:
                 boundary.forget("a checkpoint")
-        for coder in self.coders if at_checkpoint else ():
-            coder.reset()
+            for coder in self.coders:
+                coder.reset()
 
     def _microbatch(self, t: int, i: int) -> float:
         """The way of one microbatch: forward through all stages, backward through all stages."""

@@ -153,6 +153,11 @@ class Encoder(ABC):
     def max_bytes(self, shape: Sequence[int]) -> int:
         """Upper bound of the payload's length for this shape; exact for fixed-rate codecs."""
 
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """What earlier messages left out and the next one makes up for; None without error feedback."""
+        return None
+
     def commit(self, ticket: Ticket) -> None:  # noqa: B027 (codecs without state need nothing)
         """The message has been delivered. Idempotent."""
 

@@ -7,6 +7,8 @@ whether a microbatch's autograd graph is kept until its gradient comes or the st
 from __future__ import annotations
 
 import hashlib
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +20,7 @@ from swarmtrain.codec import (
     Aux,
     Decoder,
     Direction,
+    Encoded,
     Encoder,
     Limits,
     MessageContext,
@@ -85,6 +88,8 @@ class StageJobs:
         self._passes: dict[int, Pass] = {}
         self._masks_in: dict[int, Aux | None] = {}
         self._masks_out: dict[int, Aux | None] = {}
+        self._tickets: dict[tuple[Direction, int], Ticket] = {}  # of this step's messages, by microbatch
+        self._given_up: deque[tuple[int, int]] = deque()  # generation, microbatch: noted by the event loop
         self.num_forwards = 0  # microbatches whose forward was computed, recomputations not counted
         self.num_recomputed = 0
         self.generation = 0  # counts changes of the state
@@ -142,7 +147,7 @@ class StageJobs:
 
     def forward(self, entry: Entry, step: int, partner: str = "") -> Outcome:
         """Forward of a microbatch. On the last stage also its backward: the outcome is the gradient for below."""
-        self._check_current(entry)
+        self._begin(entry)
         self.num_forwards += 1
         done = self._pass(entry, step)
         if self.plan.is_last:
@@ -153,19 +158,18 @@ class StageJobs:
         if len(self._passes) < self.max_graphs:
             self._passes[entry.microbatch] = done
         context = self._context(Direction.FORWARD, step, entry.microbatch, receiver=partner, tokens=entry.tokens)
-        encoded = self._forward_encoder.encode(done.result, context)
+        encoded = self._encode(self._forward_encoder, entry, done.result, context)
         self.fidelity.look(done.result, encoded, context)
         self._masks_out[entry.microbatch] = encoded.aux
         if encoded.received is not None:
             entry.output = self._whole(encoded.received)
             return Outcome(entry.output, sticky=encoded.payload, ticket=encoded.ticket)
-        self._forward_encoder.commit(encoded.ticket)
         entry.output = encoded.payload
         return Outcome(encoded.payload)
 
     def backward(self, entry: Entry, step: int, gradient: Raw) -> Outcome:
         """Backward of a microbatch from the next stage's answer: added to the sum, and encoded for the stage below."""
-        self._check_current(entry)
+        self._begin(entry)
         decoded = self._decode_gradient(entry, step, gradient)
         done = self._passes.pop(entry.microbatch, None)
         if done is None:
@@ -200,16 +204,34 @@ class StageJobs:
         is_counted_here = self.plan.is_first or not self.manifest.model.tie_embeddings
         return self.worker.finish(reduced, count_embedding=is_counted_here), digest
 
-    def apply(self, reduced: Reduced, scale: float, learning_rate: float, basis: Tensor | None = None) -> str:
-        """One optimizer step, and with `basis` a move of the subspace; returns the digest of the new state."""
+    def apply(
+        self,
+        reduced: Reduced,
+        scale: float,
+        learning_rate: float,
+        basis: Tensor | None = None,
+        *,
+        counted: Collection[int],
+    ) -> str:
+        """One optimizer step, and with `basis` a move of the subspace; returns the digest of the new state.
+
+        `counted` are the microbatches of this peer that are in the sum: what their messages left out is still owed,
+        what the others left out is not. Where a checkpoint lies codecs forget everything, as in the reference trainer:
+        a run that is restored there knows no more.
+        """
         self.worker.apply(reduced.gradient, scale, learning_rate)
         reduced.commit()
+        self._settle_step(counted)
         self._clear()
+        step = self.worker.state.step
         for encoder in (self._forward_encoder, self._backward_encoder):
-            encoder.on_step(self.worker.state.step)
+            encoder.on_step(step)
         if basis is not None:
             self.worker.move_basis(basis.to(self.worker.state.device))
             self._forget_codecs("the subspace has moved")
+        if self.manifest.is_checkpoint(step):
+            self._forget_codecs("a checkpoint")
+            self.coder.reset()
         return self.worker.state.digest()
 
     def copy_state(self) -> StateSource:
@@ -232,8 +254,9 @@ class StageJobs:
         return StateSource(state.layout, 0, 0, [buffer.detach() for buffer in fresh.buffers])
 
     def drop_work(self) -> None:
-        """Nothing of the current step counts any more: not in the sum, not in kept graphs."""
+        """Nothing of the current step counts any more: not in the sum, not in kept graphs, not in residuals."""
         self.worker.sum.clear()
+        self._settle_step(())
         self._clear()
 
     def state_digest(self) -> str:
@@ -246,10 +269,35 @@ class StageJobs:
         with torch.no_grad():
             weights[len(weights) // 2] += 1.0
 
-    def forget(self, microbatch: int) -> None:
-        """Drop what is kept for a microbatch that came to nothing."""
-        for memory in (self._passes, self._masks_in, self._masks_out):
-            memory.pop(microbatch, None)
+    def forget(self, entry: Entry) -> None:
+        """A microbatch came to nothing. For the event loop: what is kept for it goes with the next job."""
+        self._given_up.append((entry.generation, entry.microbatch))
+
+    def _encode(
+        self, encoder: Encoder, entry: Entry, tensor: Tensor, context: MessageContext, aux: Aux | None = None
+    ) -> Encoded:
+        """Encode, and remember the ticket until the message's fate is known: the step's end, or that it was given up.
+
+        A microbatch that comes a second time is encoded with the residual as it was without the first message. Sticky
+        codecs' tickets are settled when the partner has answered.
+        """
+        self._abort(context.direction, entry.microbatch)
+        encoded = encoder.encode(tensor, context, aux)
+        if encoded.received is None:
+            self._tickets[context.direction, entry.microbatch] = encoded.ticket
+            entry.residual_bytes += 0 if encoder.residual is None else self.boundary_bytes
+        return encoded
+
+    def _abort(self, direction: Direction, microbatch: int) -> None:
+        ticket = self._tickets.pop((direction, microbatch), None)
+        if ticket is not None:
+            self.settle(direction, ticket, delivered=False)
+
+    def _settle_step(self, counted: Collection[int]) -> None:
+        """The step is over: the messages of `counted` were used, all others were in vain."""
+        for (direction, microbatch), ticket in self._tickets.items():
+            self.settle(direction, ticket, delivered=microbatch in counted)
+        self._tickets.clear()
 
     def _forget_codecs(self, reason: str) -> None:
         for encoder in (self._forward_encoder, self._backward_encoder):
@@ -257,7 +305,15 @@ class StageJobs:
         for decoder in (self._forward_decoder, self._backward_decoder):
             decoder.reset(reason)
 
-    def _check_current(self, entry: Entry) -> None:
+    def _begin(self, entry: Entry) -> None:
+        """What was given up is dropped first: this may be the same microbatch, on its second way. Raises StaleWork."""
+        while self._given_up:
+            generation, microbatch = self._given_up.popleft()
+            if generation == self.generation:  # of an older one nothing is left
+                for memory in (self._passes, self._masks_in, self._masks_out):
+                    memory.pop(microbatch, None)
+                for direction in Direction:
+                    self._abort(direction, microbatch)
         if entry.generation != self.generation:
             raise StaleWork("the step of this microbatch is over")
 
@@ -277,14 +333,12 @@ class StageJobs:
             context = self._context(Direction.BACKWARD, step, entry.microbatch, receiver=entry.caller)
             context = replace(context, critical=entry.is_critical)
             mask = self._masks_in.get(entry.microbatch)
-            encoded = self._backward_encoder.encode(gradients.boundary, context, mask)
+            encoded = self._encode(self._backward_encoder, entry, gradients.boundary, context, mask)
             self.fidelity.look(gradients.boundary, encoded, context, mask)
             payload = encoded.payload
             if encoded.received is not None:
                 entry.sticky = StickyAnswer(payload, encoded.ticket)
                 payload = self._whole(encoded.received)
-            else:
-                self._backward_encoder.commit(encoded.ticket)
         self.worker.accumulate(gradients)
         entry.accumulated = True
         return payload

@@ -153,7 +153,7 @@ class Microbatches:
         except BaseException as error:
             if not entry.accumulated:
                 ledger.drop(entry)
-                context.jobs.forget(entry.microbatch)
+                context.jobs.forget(entry)
             raise self._as_refusal(error) from error
         entry.answer = answer
         entry.task = None

@@ -96,7 +96,8 @@ def test_all_stages_move_the_subspace_at_one_apply(place: Path, reference: Refer
     "codec", ["powersgd2", pytest.param("topk64", marks=pytest.mark.long), pytest.param("int8", marks=pytest.mark.long)]
 )
 def test_one_peer_per_stage_reduces_as_the_reference_does(place: Path, reference: References, codec: str) -> None:
-    manifest = small(f"reduce.codec={codec}")
+    """With checkpoints on the way: what is left out is forgotten there, by peers and reference alike."""
+    manifest = small(f"reduce.codec={codec}", "checkpoint.every=5")
     with Swarm(manifest, place, num_peers=2) as swarm:
         swarm.wait_end()
         assert_equals_reference(swarm, reference(manifest))
