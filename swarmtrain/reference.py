@@ -40,6 +40,7 @@ class StepReport:
     lr: float
     val_loss: float | None = None
     checkpoint: str | None = None
+    residual_cosine: float | None = None  # of the gradients' error feedback, the largest of all boundaries
 
 
 class ReferenceTrainer:
@@ -79,6 +80,7 @@ class ReferenceTrainer:
                 lr=rate,
                 val_loss=self.validate() if validate or done == last else None,
                 checkpoint=str(self.save()) if save else None,
+                residual_cosine=self.residual_cosine(),
             )
 
     def step(self) -> tuple[float, float, float]:
@@ -116,6 +118,11 @@ class ReferenceTrainer:
         batches = [self._tokens(self.sampler.validation(i)) for i in range(count)]
         return mean_loss([self._evaluate(tokens, use_codec=use_codec) for tokens in batches])
 
+    def residual_cosine(self) -> float | None:
+        """How far gradients' error feedback is from unbiased: the largest cosine; None without feedback."""
+        found = [item.residual_cosine for item in self.boundaries if item.residual_cosine is not None]
+        return max(found, key=abs, default=None)
+
     def save(self) -> Path:
         """Write a checkpoint of the current state."""
         assert self.out is not None
@@ -147,13 +154,16 @@ class ReferenceTrainer:
         loss = float(passes[-1].result)
         gradient: Tensor | None = None
         for index in reversed(range(len(self.workers))):
-            gradients = self.workers[index].backward(passes.pop(), gradient)
+            done = passes.pop()
+            gradients = self.workers[index].backward(done, gradient)
             self.workers[index].accumulate(gradients)
             if index > 0:
                 assert gradients.boundary is not None
                 gradient, _ = self.boundaries[index - 1].cross(
                     gradients.boundary, Direction.BACKWARD, t, i, masks[index - 1], samples
                 )
+                assert done.boundary is not None
+                self.boundaries[index - 1].watch(done.boundary)
         return loss
 
     def _evaluate(self, tokens: Tensor, *, use_codec: bool = True) -> float:

@@ -7,9 +7,12 @@ whether a microbatch's autograd graph is kept until its gradient comes or the st
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,14 +34,16 @@ from swarmtrain.codec import (
     parse_spec,
 )
 from swarmtrain.codec.errors import CodecError, NeedKeyframe
+from swarmtrain.codec.samples import SampleStore
 from swarmtrain.codec.spec import CastSpec, CriticalSpec
+from swarmtrain.codec.watch import ResidualWatch
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.buffers import as_bytes
 from swarmtrain.model.layout import boundary_width
 from swarmtrain.model.sizes import activation_bytes, id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Gradients, Pass, StageWorker
-from swarmtrain.peer.fidelity import Fidelity
+from swarmtrain.peer.fidelity import CodecTimes, Fidelity
 from swarmtrain.peer.ledger import Entry, Raw, StickyAnswer
 from swarmtrain.reduce.coding import Reduced, StageCoder
 from swarmtrain.run.manifest import Manifest
@@ -69,8 +74,16 @@ class WrongPartner(Exception):
 class StageJobs:
     """The jobs of one stage. Every method runs on the compute thread."""
 
-    def __init__(self, manifest: Manifest, worker: StageWorker, *, graph_budget_bytes: int) -> None:
-        self.manifest, self.worker = manifest, worker
+    def __init__(
+        self,
+        manifest: Manifest,
+        worker: StageWorker,
+        *,
+        graph_budget_bytes: int,
+        make_store: Callable[[], SampleStore] = SampleStore,
+    ) -> None:
+        """`make_store` makes a store for each side on which AQ-SGD remembers samples."""
+        self.manifest, self.worker, self._make_store = manifest, worker, make_store
         self.plan = worker.state.plan
         self._id_type = np.dtype(id_type(manifest.model.vocab_size))
         self._token_shape = (manifest.batch.sequences_per_microbatch, manifest.model.sequence_length + 1)
@@ -83,11 +96,12 @@ class StageJobs:
         self._critical_bytes = self._sizes_if_critical(shape)
         self.max_graphs = max(1, graph_budget_bytes // max(1, activation_bytes(manifest, self.plan)))
         self.coder = StageCoder(worker.state)
-        self._forward_decoder, self._backward_decoder = Decoder(), Decoder()
-        self.fidelity = Fidelity(self._limits)
+        self._forward_decoder, self._backward_decoder = Decoder(store=make_store()), Decoder(store=make_store())
+        self.fidelity, self.residuals, self.codec_times = Fidelity(self._limits), ResidualWatch(), CodecTimes()
         self._passes: dict[int, Pass] = {}
         self._masks_in: dict[int, Aux | None] = {}
         self._masks_out: dict[int, Aux | None] = {}
+        self._checked: dict[int, tuple[Raw, Tensor]] = {}  # gradients that were decoded to check them, and their bytes
         self._tickets: dict[tuple[Direction, int], Ticket] = {}  # of this step's messages, by microbatch
         self._given_up: deque[tuple[int, int]] = deque()  # generation, microbatch: noted by the event loop
         self.num_forwards = 0  # microbatches whose forward was computed, recomputations not counted
@@ -102,12 +116,17 @@ class StageJobs:
         if int(np.frombuffer(tokens, self._id_type).max()) >= self.manifest.model.vocab_size:
             raise BadTensor("a token id beyond the vocabulary")
 
-    def check_gradient(self, gradient: Raw, step: int, microbatch: int) -> None:
-        """Raise BadTensor unless `gradient` can be the answer to a microbatch. Pure: for the event loop."""
-        context = self._context(Direction.BACKWARD, step, microbatch)
+    def check_gradient(self, gradient: Raw, step: int, microbatch: int, *, keep: bool = False) -> None:
+        """Raise BadTensor unless `gradient` can be the answer to a microbatch.
+
+        With `keep` the tensor is kept for `backward`, which gets the same object.
+        """
         if self.has_sticky_answers and self._is_sticky(gradient):
-            return  # what it is a difference to is the compute thread's
-        self._decode(gradient, context, self._masks_out.get(microbatch))
+            return  # seen when it is made whole
+        context = self._context(Direction.BACKWARD, step, microbatch)
+        tensor, _ = self._decode(gradient, context, self._masks_out.get(microbatch))
+        if keep:
+            self._checked[microbatch] = (gradient, tensor)
 
     @property
     def has_sticky_routes(self) -> bool:
@@ -120,9 +139,16 @@ class StageJobs:
         return not self._backward_encoder.scope.free_routes
 
     @property
-    def critical_bytes(self) -> tuple[int, int] | None:
-        """(exact, compressed) bytes of a gradient, if it is compressed only where its receiver would wait."""
-        return self._critical_bytes
+    def compresses_if_critical(self) -> bool:
+        """Whether a gradient is compressed only where its receiver would wait."""
+        return self._critical_bytes is not None
+
+    def critical_times(self, bytes_per_s: float) -> tuple[float, float]:
+        """How long a gradient takes on such a line, exact and compressed: codecs at both ends included."""
+        assert self._critical_bytes is not None
+        exact, compressed = self._critical_bytes
+        times = self.codec_times
+        return exact / bytes_per_s + times.seconds(False), compressed / bytes_per_s + times.seconds(True)
 
     def take_boundary(self, entry: Entry, step: int, sender: str) -> None:
         """Make a received difference whole, in the order in which they come. Raises WrongPartner."""
@@ -154,7 +180,7 @@ class StageJobs:
             loss = float(done.result)
             if not np.isfinite(loss):
                 raise DivergedError(f"the loss of microbatch ({step}, {entry.microbatch}) is {loss}")
-            return Outcome(self._finish(entry, step, self.worker.backward(done, None)), loss)
+            return Outcome(self._finish(entry, step, done, self.worker.backward(done, None)), loss)
         if len(self._passes) < self.max_graphs:
             self._passes[entry.microbatch] = done
         context = self._context(Direction.FORWARD, step, entry.microbatch, receiver=partner, tokens=entry.tokens)
@@ -170,13 +196,15 @@ class StageJobs:
     def backward(self, entry: Entry, step: int, gradient: Raw) -> Outcome:
         """Backward of a microbatch from the next stage's answer: added to the sum, and encoded for the stage below."""
         self._begin(entry)
-        decoded = self._decode_gradient(entry, step, gradient)
+        raw, decoded = self._checked.pop(entry.microbatch, (b"", None))
+        if decoded is None or raw is not gradient:
+            decoded = self._decode_gradient(entry, step, gradient)
         done = self._passes.pop(entry.microbatch, None)
         if done is None:
             self.num_recomputed += 1
             done = self._pass(entry, step)
         entry.gradient = gradient
-        return Outcome(self._finish(entry, step, self.worker.backward(done, decoded)))
+        return Outcome(self._finish(entry, step, done, self.worker.backward(done, decoded)))
 
     def evaluate(self, tokens: Raw, boundary: Raw, step: int, microbatch: int) -> Outcome:
         """Forward only; touches nothing."""
@@ -310,7 +338,7 @@ class StageJobs:
         while self._given_up:
             generation, microbatch = self._given_up.popleft()
             if generation == self.generation:  # of an older one nothing is left
-                for memory in (self._passes, self._masks_in, self._masks_out):
+                for memory in self._memories():
                     memory.pop(microbatch, None)
                 for direction in Direction:
                     self._abort(direction, microbatch)
@@ -319,23 +347,33 @@ class StageJobs:
 
     def _clear(self) -> None:
         self.generation += 1
-        for memory in (self._passes, self._masks_in, self._masks_out):
+        for memory in self._memories():
             memory.clear()
+
+    def _memories(self) -> list[dict[int, Any]]:
+        """What is kept by microbatch."""
+        return [self._passes, self._masks_in, self._masks_out, self._checked]
 
     def _pass(self, entry: Entry, step: int) -> Pass:
         boundary, mask = self._decode_boundary(entry.boundary, step, entry.microbatch)
         self._masks_in[entry.microbatch] = mask
         return self.worker.forward(self._tokens(entry.tokens), boundary)
 
-    def _finish(self, entry: Entry, step: int, gradients: Gradients) -> bytes:
+    def _finish(self, entry: Entry, step: int, done: Pass, gradients: Gradients) -> bytes:
         payload = b""
         if gradients.boundary is not None:
+            assert done.boundary is not None
             context = self._context(Direction.BACKWARD, step, entry.microbatch, receiver=entry.caller)
             context = replace(context, critical=entry.is_critical)
             mask = self._masks_in.get(entry.microbatch)
+            started = time.perf_counter()
             encoded = self._encode(self._backward_encoder, entry, gradients.boundary, context, mask)
+            encode_s, payload = time.perf_counter() - started, encoded.payload
             self.fidelity.look(gradients.boundary, encoded, context, mask)
-            payload = encoded.payload
+            if self.compresses_if_critical:
+                self.codec_times.add(entry.is_critical, encode_s, partial(self._decode, payload, context, mask))
+            if entry.is_critical:
+                self.residuals.look(done.boundary.detach(), self._backward_encoder.residual)
             if encoded.received is not None:
                 entry.sticky = StickyAnswer(payload, encoded.ticket)
                 payload = self._whole(encoded.received)
@@ -383,7 +421,8 @@ class StageJobs:
 
     def _encoder(self, direction: Direction, boundary: int) -> Encoder:
         text = self.manifest.wire.forward if direction is Direction.FORWARD else self.manifest.wire.backward
-        return make_encoder(parse_spec(text), boundary=max(0, boundary), direction=direction)
+        store = self._make_store()
+        return make_encoder(parse_spec(text), boundary=max(0, boundary), direction=direction, store=store)
 
     def _context(
         self,

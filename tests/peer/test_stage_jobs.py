@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from swarmtrain.codec import DEFAULT_LIMITS, Direction, Encoded, MessageContext, Ticket
+from swarmtrain.codec import DEFAULT_LIMITS, Direction, Encoded, MessageContext, Ticket, decode
+from swarmtrain.codec.policy import SendEstimate, is_critical
 from swarmtrain.model.sizes import id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
-from swarmtrain.peer.fidelity import SAMPLE_EVERY, Fidelity
+from swarmtrain.peer import jobs as jobs_module
+from swarmtrain.peer.fidelity import SAMPLE_EVERY, CodecTimes, Fidelity
 from swarmtrain.peer.jobs import BadTensor, StageJobs, StaleWork
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.reduce.coding import Reduced
@@ -203,3 +205,60 @@ def test_codecs_forget_where_a_checkpoint_lies(manifest: Manifest, every: int) -
     restored.load_state(went_on.copy_state())
     after = [gradient_message(jobs, run, 1, boundary)[1] for jobs in (went_on, restored)]
     assert (after[0] == after[1]) is (every > 0)
+
+
+@pytest.mark.parametrize("backward", ["lowrank2-lep", "lowrank2-lep:critical", "lowrank2"])
+def test_a_peer_knows_how_biased_its_error_feedback_is(manifest: Manifest, backward: str) -> None:
+    run = parse_manifest(manifest.canonical(), [f"wire.backward={backward}"])
+    first, last = jobs_of(run, 0), jobs_of(run, 1)
+    run_chain(first, last, run, [0])
+    assert last.residuals.cosine is None  # it takes two messages
+    run_chain(first, last, run, [1])
+    cosine = last.residuals.cosine
+    if "lep" in backward:
+        assert cosine is not None
+        assert 0.0 < abs(cosine) < 1.0
+    else:
+        assert cosine is None
+
+
+def test_a_gradient_that_was_checked_is_not_decoded_again(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    checking, plain_one, last = jobs_of(manifest, 0), jobs_of(manifest, 0), jobs_of(manifest, 1)
+    entry = Entry(0, tokens(manifest, 0), b"")
+    gradient = last.forward(Entry(0, entry.tokens, checking.forward(entry, 0).payload), 0).payload
+    twin = Entry(0, entry.tokens, b"")
+    plain_one.forward(twin, 0)
+    decoded = []
+    monkeypatch.setattr(
+        jobs_module, "decode", lambda raw, *rest, **more: decoded.append(raw) or decode(raw, *rest, **more)
+    )
+    checking.check_gradient(gradient, 0, 0, keep=True)
+    checking.backward(entry, 0, gradient)
+    assert len(decoded) == 1
+    plain_one.check_gradient(gradient, 0, 0, keep=True)
+    plain_one.backward(twin, 0, bytes(bytearray(gradient)))  # equal bytes, but not those that were checked
+    assert len(decoded) == 3
+    assert torch.equal(checking.worker.sum.total, plain_one.worker.sum.total)
+    with pytest.raises(BadTensor):
+        checking.check_gradient(gradient[:-1], 0, 0)
+
+
+def test_a_codec_that_takes_longer_than_it_saves_is_not_used(manifest: Manifest) -> None:
+    run = parse_manifest(manifest.canonical(), ["wire.backward=quant4:critical"])
+    first, last = jobs_of(run, 0), jobs_of(run, 1)
+    rate = 1e6
+
+    def critical() -> bool:
+        return is_critical(SendEstimate(0.0, *last.critical_times(rate)))
+
+    exact_s, compressed_s = last.critical_times(rate)
+    assert compressed_s < exact_s
+    assert critical()
+    run_chain(first, last, run, [0])
+    assert last.codec_times.seconds(True) > 0  # measured with the first message
+    assert last.critical_times(rate)[1] == pytest.approx(compressed_s + last.codec_times.seconds(True))
+    last.codec_times = CodecTimes()
+    last.codec_times.add(True, 2 * exact_s, lambda: None)
+    assert not critical()
+    last.codec_times.add(False, 3 * exact_s, lambda: None)
+    assert critical()
