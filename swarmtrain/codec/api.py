@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -134,6 +135,7 @@ class Encoder(ABC):
         self.boundary = boundary
         self.direction = direction
         self._serial = 0
+        self.made: Counter[str] = Counter()  # "key-frame" and "difference", for sticky codecs
 
     def encode(self, tensor: torch.Tensor, context: MessageContext, aux: Aux | None = None) -> Encoded:
         """Turn `tensor` into bytes.

@@ -139,6 +139,11 @@ class StageJobs:
         return not self._backward_encoder.scope.free_routes
 
     @property
+    def sticky_messages(self) -> dict[str, dict[str, int]]:
+        """Key-frames and differences made by sticky codecs, by direction. (AQ-SGD makes one of each sample.)"""
+        return {"forward": dict(self._forward_encoder.made), "backward": dict(self._backward_encoder.made)}
+
+    @property
     def compresses_if_critical(self) -> bool:
         """Whether a gradient is compressed only where its receiver would wait."""
         return self._critical_bytes is not None
