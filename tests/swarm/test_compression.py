@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,17 +34,19 @@ def small(*overrides: str) -> Manifest:
     return tiny(*STAGES, "schedule.steps=24", *overrides)
 
 
-def survives(swarm: Swarm, *, at_step: int, stage: int = 0) -> None:
-    """Kill a replica of a stage in the middle of the run; the run ends without it."""
+def survives(swarm: Swarm, *, at_step: int, stage: int = 0) -> dict[str, Any]:
+    """Kill a replica of a stage in the middle of the run, which ends without it; the victim's last status."""
     swarm.wait_serving()
     swarm.wait_step(at_step)
     victim = swarm.living(stage)[0]
     assert len(swarm.living(stage)) > 1
+    last_status = victim.status()
     victim.kill()
     swarm.wait_end()
     assert not victim.is_running
     assert swarm.events("peer_lost"), "nobody noticed that a peer died"
     assert len(swarm.losses()) == swarm.manifest.schedule.steps
+    return last_status
 
 
 def embedding(checkpoint: Checkpoint, stage: int) -> object:
@@ -226,7 +229,8 @@ def test_codecs_of_free_routes_train_in_a_swarm_and_survive_a_death(
     manifest = small(f"wire.forward={forward}", f"wire.backward={backward}")
     has_residual = "lep" in backward
     with Swarm(manifest, place, num_peers=4 if has_residual else 3) as swarm:
-        survives(swarm, at_step=3, stage=1 if has_residual else 0)
+        victim = survives(swarm, at_step=3, stage=1 if has_residual else 0)
+    assert (victim["residual_cosine"] is not None) is has_residual
     assert_books_balance(swarm)
     assert abs(swarm.losses()[-1] - reference(manifest).losses[-1]) < 0.3
     if (forward, backward) in (("topk50", "topk50"), ("minmax8", "bf16")):  # nothing is remembered: the same bits
