@@ -150,7 +150,7 @@ def peer_families(snapshot: Snapshot) -> Iterator[Metric]:
     yield gauge(
         "peer_residual_cosine",
         "Between a gradient's residual and the change of the activation; near 0 if error feedback is unbiased.",
-        ({}, snapshot["residual_cosine"]),
+        ({}, snapshot["residual_cosine"] or 0.0),  # without feedback nothing is biased
     )
     yield gauge("peer_gpu_memory_bytes", "GPU memory in use by tensors.", ({}, snapshot["gpu_bytes"]))
 
