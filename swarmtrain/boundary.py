@@ -26,6 +26,7 @@ from swarmtrain.codec import (
 )
 from swarmtrain.codec.errors import CodecSpecError
 from swarmtrain.codec.spec import CastSpec
+from swarmtrain.codec.watch import ResidualWatch
 from swarmtrain.errors import ManifestError
 from swarmtrain.run.manifest import Manifest
 
@@ -57,6 +58,7 @@ class Boundary:
         self._encoders = {way: make_encoder(spec, boundary=index, direction=way) for way, spec in specs.items()}
         self._decoders = {way: Decoder() for way in specs}
         self.traffic = {way: Traffic() for way in specs}
+        self._watch = ResidualWatch()
 
     def cross(
         self,
@@ -82,6 +84,15 @@ class Boundary:
         traffic.num_bytes += len(encoded.payload)
         encoder.commit(encoded.ticket)
         return decoded.tensor.to(tensor.device, tensor.dtype), decoded.aux
+
+    def watch(self, activation: Tensor) -> None:
+        """The gradient of `activation` has just crossed: see `residual_cosine`."""
+        self._watch.look(activation, self._encoders[Direction.BACKWARD].residual)
+
+    @property
+    def residual_cosine(self) -> float | None:
+        """The last one looked at (codec/watch.py); None if gradients have no error feedback."""
+        return self._watch.cosine
 
     def begin_step(self, step: int) -> None:
         """Let the codecs drop state that has grown too old."""

@@ -40,6 +40,7 @@ class StepReport:
     lr: float
     val_loss: float | None = None
     checkpoint: str | None = None
+    residual_cosine: float | None = None  # of the gradients' error feedback, the largest of all boundaries
 
 
 class ReferenceTrainer:
@@ -62,14 +63,14 @@ class ReferenceTrainer:
 
     def run(self) -> Iterator[StepReport]:
         """Train to the last step; yields after every step, when its checkpoint is on disk."""
-        every, last = self.manifest.checkpoint.every, self.manifest.schedule.steps
+        last = self.manifest.schedule.steps
         while self.steps_done < last:
             started = time.perf_counter()
             loss, norm, rate = self.step()
             elapsed = time.perf_counter() - started
             done = self.steps_done
             validate = self.manifest.validation.every and done % self.manifest.validation.every == 0
-            save = self.out is not None and (done == last or (every and done % every == 0))
+            save = self.out is not None and (done == last or self.manifest.is_checkpoint(done))
             yield StepReport(
                 step=done,
                 loss=loss,
@@ -79,6 +80,7 @@ class ReferenceTrainer:
                 lr=rate,
                 val_loss=self.validate() if validate or done == last else None,
                 checkpoint=str(self.save()) if save else None,
+                residual_cosine=self.residual_cosine(),
             )
 
     def step(self) -> tuple[float, float, float]:
@@ -116,6 +118,11 @@ class ReferenceTrainer:
         batches = [self._tokens(self.sampler.validation(i)) for i in range(count)]
         return mean_loss([self._evaluate(tokens, use_codec=use_codec) for tokens in batches])
 
+    def residual_cosine(self) -> float | None:
+        """How far gradients' error feedback is from unbiased: the largest cosine; None without feedback."""
+        found = [item.residual_cosine for item in self.boundaries if item.residual_cosine is not None]
+        return max(found, key=abs, default=None)
+
     def save(self) -> Path:
         """Write a checkpoint of the current state."""
         assert self.out is not None
@@ -123,15 +130,14 @@ class ReferenceTrainer:
         return checkpoints.save_states(self.out / "checkpoints", states, keep=self.manifest.checkpoint.keep)
 
     def _begin_step(self, t: int) -> None:
-        """Codecs forget everything where a checkpoint lies: a run that resumes there knows no more."""
-        every = self.manifest.checkpoint.every
-        at_checkpoint = bool(every and t % every == 0)
+        """Codecs forget everything where a checkpoint lies, as peers' do: a run that resumes there knows no more."""
         for boundary in self.boundaries:
             boundary.begin_step(t)
-            if at_checkpoint:
+        if self.manifest.is_checkpoint(t):
+            for boundary in self.boundaries:
                 boundary.forget("a checkpoint")
-        for coder in self.coders if at_checkpoint else ():
-            coder.reset()
+            for coder in self.coders:
+                coder.reset()
 
     def _microbatch(self, t: int, i: int) -> float:
         """The way of one microbatch: forward through all stages, backward through all stages."""
@@ -148,13 +154,16 @@ class ReferenceTrainer:
         loss = float(passes[-1].result)
         gradient: Tensor | None = None
         for index in reversed(range(len(self.workers))):
-            gradients = self.workers[index].backward(passes.pop(), gradient)
+            done = passes.pop()
+            gradients = self.workers[index].backward(done, gradient)
             self.workers[index].accumulate(gradients)
             if index > 0:
                 assert gradients.boundary is not None
                 gradient, _ = self.boundaries[index - 1].cross(
                     gradients.boundary, Direction.BACKWARD, t, i, masks[index - 1], samples
                 )
+                assert done.boundary is not None
+                self.boundaries[index - 1].watch(done.boundary)
         return loss
 
     def _evaluate(self, tokens: Tensor, *, use_codec: bool = True) -> float:

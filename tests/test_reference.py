@@ -114,6 +114,13 @@ def test_control_codecs_that_keep_their_memory_across_a_checkpoint_would(
     assert digests(finished(manifest, tmp_path)) != digests(finished(manifest))
 
 
+@pytest.mark.parametrize(("backward", "is_watched"), [("lowrank2-lep", True), ("lowrank2", False)])
+def test_reports_say_how_biased_lazy_error_propagation_is(backward: str, is_watched: bool) -> None:
+    for report in ReferenceTrainer(small(f"wire.backward={backward}")).run():
+        assert (report.residual_cosine is not None) is is_watched
+        assert -1.0 <= (report.residual_cosine or 0.0) <= 1.0
+
+
 @pytest.mark.parametrize(("forward", "backward"), [("fp32", "fp32"), *REMEMBERING])
 def test_validation_leaves_no_trace(forward: str, backward: str) -> None:
     manifest = small(f"wire.forward={forward}", f"wire.backward={backward}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -25,6 +25,7 @@ STALL_S = 30.0  # a callee that has not finished its forward by then (and by its
 NEWS_S = 2.0
 
 OnProgress = Callable[[Progress], None]
+Check = Callable[[Done], Awaitable[None]]
 
 # Refusals that no other peer of the stage would answer differently: they go up to whoever sent the work.
 _FINAL = {Code.AHEAD, Code.OLD_TERM, Code.WRONG_RUN, Code.STALE_BASIS, Code.DIVERGED}
@@ -73,7 +74,7 @@ class Dispatcher:
         *,
         deadline_s: float,
         on_progress: OnProgress | None = None,
-        check: Callable[[Done], None],
+        check: Check,
         sticky: Sticky | None = None,
     ) -> Done:
         """Have `work` done by some peer of the stage. `check` raises ValueError for an answer that cannot be right.
@@ -131,7 +132,7 @@ class Dispatcher:
         ends_at: float,
         hints: dict[int, Hop],
         on_progress: OnProgress | None,
-        check: Callable[[Done], None],
+        check: Check,
     ) -> Done:
         router, peer_id = self.neighbours.router, pick.peer_id
         loop = asyncio.get_running_loop()
@@ -151,7 +152,7 @@ class Dispatcher:
         try:
             call = self._node.call(peer_id, request, ends_at - started, progress, expect=Done)
             done = await watch.run(call)
-            check(done)
+            await check(done)
         except CallRefused as refused:
             self._refused(peer_id, refused)
             raise Refusal(refused.code, refused.text, refused.retry_after_s) from refused

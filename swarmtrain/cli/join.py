@@ -53,6 +53,9 @@ def join(
         bool, typer.Option("--behind-nat", help="Nobody can dial this machine: be reached through a relay.")
     ] = False,
     max_memory: Annotated[str, typer.Option(help="Refuse work beyond this, e.g. 8GB; default: what is free.")] = "",
+    max_samples: Annotated[
+        str, typer.Option(help="Disk space in the state directory for an AQ-SGD run's samples, each way.")
+    ] = "1GiB",
     max_up: Annotated[str, typer.Option(help="Upload cap, e.g. 20mbit; default: none.")] = "",
     max_down: Annotated[str, typer.Option(help="Download cap, e.g. 100mbit; default: none.")] = "",
     route: Annotated[
@@ -103,6 +106,7 @@ def join(
         relays=tuple(relay or (parsed.bootstrap if behind_nat else ())),
         behind_nat=behind_nat,
         max_memory_bytes=_bytes(max_memory),
+        max_samples_bytes=_bytes(max_samples),
         max_up_bytes_per_s=(parse_rate(max_up) or 0.0) if max_up else 0.0,
         max_down_bytes_per_s=(parse_rate(max_down) or 0.0) if max_down else 0.0,
         name=name,

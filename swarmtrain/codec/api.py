@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -134,6 +135,7 @@ class Encoder(ABC):
         self.boundary = boundary
         self.direction = direction
         self._serial = 0
+        self.made: Counter[str] = Counter()  # "key-frame" and "difference", for sticky codecs
 
     def encode(self, tensor: torch.Tensor, context: MessageContext, aux: Aux | None = None) -> Encoded:
         """Turn `tensor` into bytes.
@@ -152,6 +154,11 @@ class Encoder(ABC):
     @abstractmethod
     def max_bytes(self, shape: Sequence[int]) -> int:
         """Upper bound of the payload's length for this shape; exact for fixed-rate codecs."""
+
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """What earlier messages left out and the next one makes up for; None without error feedback."""
+        return None
 
     def commit(self, ticket: Ticket) -> None:  # noqa: B027 (codecs without state need nothing)
         """The message has been delivered. Idempotent."""

@@ -155,6 +155,7 @@ class AQSGDEncoder(Encoder):
             encoded = self._inner.encode_plain(row - base, source_dtype, context, None)
             kind, before, numbers = _DIFFERENCE, held.digest, base + self._reconstruct(encoded.payload, DEFAULT_LIMITS)
         state = _state(numbers)
+        self.made["key-frame" if kind == _KEY else "difference"] += 1
         return _Part(sample, kind, before, state.digest, encoded.payload), state
 
     def _shared_state(self, sample: int, receiver: str) -> SampleState | None:

@@ -40,6 +40,11 @@ class CriticalEncoder(Encoder):
         """The larger of both."""
         return max(self._inner.max_bytes(shape), self._exact.max_bytes(shape))
 
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """That of `inner`."""
+        return self._inner.residual
+
     def commit(self, ticket: Ticket) -> None:
         """See Encoder."""
         if (inner := self._open.pop(ticket, None)) is not None:

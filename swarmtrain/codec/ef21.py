@@ -87,6 +87,7 @@ class EF21Encoder(Encoder):
         before, flags = (_NO_ESTIMATE, KEYFRAME) if held is None else (held.digest, 0)
         body = _STATES.pack(before, after.digest) + inner.payload
         payload = seal(Header(CODEC_ID, source_dtype, tuple(numbers.shape), len(body), flags), body)
+        self.made["key-frame" if held is None else "difference"] += 1
         ticket = self._new_ticket(context)
         self._open[ticket] = context.receiver
         _remember(self._links, context.receiver, after)

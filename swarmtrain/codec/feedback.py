@@ -2,12 +2,15 @@
 
     z = x + e,   y = C(z),   e <- z - y,   y is sent
 
-The receiver sees plain messages of the inner codec. The residual belongs to the sender's boundary and direction, never
-to a link, so routes are free. Over a gradient it telescopes: whichever replica gets which message, their weight
-gradients are added up. It is dropped when it was last used more than MAX_AGE optimizer steps ago (unless `carry`), when
-the shape changes, and on `reset`. Over low rank this is Optimus-CC's lazy error propagation.
+The receiver sees plain messages of the inner codec. A gradient whose activation crossed through a mask is used within
+that mask only: nothing else is sent, and the residual outside waits for a mask that lets it through. The residual
+belongs to the sender's boundary and direction, never to a link, so routes are free. Over a gradient it telescopes:
+whichever replica gets which message, their weight gradients are added up. It is dropped when it was last used more than
+MAX_AGE optimizer steps ago (unless `carry`), when the shape changes, and on `reset`. Over low rank this is Optimus-CC's
+lazy error propagation.
 
-With messages in flight the invariant is e = sum of (x_k - y_k) over all messages that were not aborted.
+With messages in flight the invariant is e = sum of (x_k - y_k) over all messages that were not aborted, where x_k is
+what the receiver of an exact message would have used: zero outside the mask.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from swarmtrain.codec.api import (
     Scope,
     Ticket,
 )
+from swarmtrain.codec.mask import apply_mask
 from swarmtrain.codec.spec import FeedbackSpec
 from swarmtrain.codec.tensors import check_finite
 
@@ -39,13 +43,12 @@ class _Open:
 
     inner: Ticket
     epoch: int
-    before: torch.Tensor | None
+    before: torch.Tensor | None  # what it added, x - y, is after - before: a step's messages cost a residual each
     after: torch.Tensor
-    left_out: torch.Tensor  # x - y
 
 
 class FeedbackEncoder(Encoder):
-    """State: one residual, the inner encoder's state, and a residual's worth for each message in flight."""
+    """State: one residual, the inner encoder's state, and a residual's worth for each message not yet closed."""
 
     scope = Scope.SENDER
 
@@ -79,14 +82,15 @@ class FeedbackEncoder(Encoder):
         """See Encoder."""
         check_finite(numbers)
         self._drop_if_unusable(tuple(numbers.shape), context.step)
+        mask = aux if context.direction is Direction.BACKWARD else None
         before = self._residual
-        wanted = numbers if before is None else numbers + before
-        encoded = self._inner.encode_plain(wanted, source_dtype, context, aux)
-        sent = self._reconstruct(encoded.payload, DEFAULT_LIMITS)
-        after = wanted - sent
+        exact = _within(numbers, mask)
+        wanted = exact if before is None else exact + before
+        encoded = self._inner.encode_plain(_within(wanted, mask), source_dtype, context, aux)
+        after = wanted - _within(self._reconstruct(encoded.payload, DEFAULT_LIMITS), mask)
         ticket = self._new_ticket(context)
         self._residual, self._used_at = after, context.step
-        self._open[ticket] = _Open(encoded.ticket, self._epoch, before, after, numbers - sent)
+        self._open[ticket] = _Open(encoded.ticket, self._epoch, before, after)
         return Encoded(encoded.payload, encoded.aux, ticket)
 
     def max_bytes(self, shape: Sequence[int]) -> int:
@@ -110,7 +114,8 @@ class FeedbackEncoder(Encoder):
         if self._residual is opened.after:
             self._residual = opened.before
         elif self._residual is not None:
-            self._residual = self._residual - opened.left_out
+            added = opened.after if opened.before is None else opened.after - opened.before
+            self._residual = self._residual - added
 
     def on_step(self, step: int) -> None:
         """See Encoder."""
@@ -136,3 +141,8 @@ class FeedbackEncoder(Encoder):
     def _drop(self) -> None:
         self._residual = None
         self._epoch += 1
+
+
+def _within(numbers: torch.Tensor, mask: Aux | None) -> torch.Tensor:
+    """What a receiver with this mask makes of `numbers`."""
+    return numbers if mask is None else apply_mask(numbers.clone(), mask)

@@ -6,7 +6,8 @@
     powersgd32  two factors of rank 32 per matrix, see powersgd.py
 
 All but powersgd work on any slice of the flat gradient, and `decode` of the package reads their payloads. Nothing here
-changes state before `commit`: a reduction that is repeated with another roster starts from the same error.
+changes state before `commit`: a reduction that is repeated with another roster starts from the same error. An error
+that was last used more than MAX_AGE optimizer steps ago is dropped, as between stages: its weights have moved on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarmtrain.codec.api import Direction, Encoder, MessageContext
+from swarmtrain.codec.api import MAX_AGE, Direction, Encoder, MessageContext
 from swarmtrain.codec.chunktopk import CHUNK, chunk_topk_bytes, encode_chunk_topk
 from swarmtrain.codec.errors import CodecError, CodecSpecError
 from swarmtrain.codec.payload import header_bytes
@@ -69,12 +70,20 @@ class GradientEncoder:
         self.num_elements = num_elements
         self._error = torch.zeros(num_elements) if spec.kind == "topk" else None
         self._proposed: dict[int, torch.Tensor] = {}  # start of a slice -> its new error
+        self._step = self._used_at = 0
         self._elementwise = _elementwise_encoder(spec)
 
     @property
     def error(self) -> torch.Tensor | None:
         """What has been left out so far; None for codecs without feedback. Not to be changed."""
         return self._error
+
+    def begin(self, step: int) -> None:
+        """An attempt to reduce the gradient of optimizer step `step`. One that was not committed is given up."""
+        self.abort()
+        self._step = step
+        if self._error is not None and is_outdated(self._used_at, step):
+            self._error.zero_()
 
     def encode(self, part: torch.Tensor, start: int) -> bytes:
         """The payload of the slice `part` (one-dimensional) that begins at `start`. Same call, same bytes."""
@@ -95,6 +104,7 @@ class GradientEncoder:
         for start, error in self._proposed.items():
             assert self._error is not None
             self._error[start : start + error.numel()] = error
+            self._used_at = self._step
         self._proposed.clear()
 
     def abort(self) -> None:
@@ -112,6 +122,11 @@ class GradientEncoder:
         if self._elementwise is not None:
             return self._elementwise.max_bytes((num_elements,))
         return header_bytes(1) + chunk_topk_bytes(num_elements, self.spec.size)
+
+
+def is_outdated(used_at: int, step: int) -> bool:
+    """Whether an error that was last used in step `used_at` is too old for step `step`. Back in time is a roll-back."""
+    return not 0 <= step - used_at <= MAX_AGE
 
 
 def _elementwise_encoder(spec: GradientSpec) -> Encoder | None:

@@ -16,8 +16,8 @@ class SendEstimate:
     """What a sender expects of one message, in seconds."""
 
     other_work_s: float  # work that the receiver can do before it needs this message: its queue
-    exact_s: float  # time on the wire if sent exactly
-    compressed_s: float  # time on the wire if compressed, with encoding and decoding
+    exact_s: float  # encoding, time on the wire and decoding, if sent exactly
+    compressed_s: float  # the same, if compressed
 
 
 def expected_wait_s(other_work_s: float, transfer_s: float) -> float:

@@ -1,12 +1,13 @@
 """A bounded store on disk of what AQ-SGD remembers of each training sample.
 
 One temporary file of equal slots, without a name: whatever happens to the process, nothing is left behind. The store is
-a cache. What was evicted, damaged or never written costs a key-frame.
+a cache. What was evicted, damaged or never written, because the disk is full or broken, costs a key-frame.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 from collections import OrderedDict
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from swarmtrain.errors import StorageError
+log = logging.getLogger(__name__)
 
 DEFAULT_BUDGET_BYTES = 1 << 30
 
@@ -52,6 +53,7 @@ class SampleStore:
         self._slots: OrderedDict[int, _Slot] = OrderedDict()
         self._free: list[int] = []
         self._file: IO[bytes] | None = None  # opened with the first state
+        self._has_complained = False
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -69,7 +71,9 @@ class SampleStore:
         try:
             state = SampleState.of(os.pread(self._descriptor(), slot.length, slot.number * self._slot_bytes))
         except OSError as error:
-            raise StorageError(f"cannot read the sample store: {error}") from error
+            self._complain("read", error)
+            self.discard(sample)
+            return None
         if state.digest != slot.digest:
             self.discard(sample)
             return None
@@ -82,19 +86,19 @@ class SampleStore:
         return None if slot is None else slot.digest
 
     def put(self, sample: int, state: SampleState) -> None:
-        """Store or replace; evicts others to stay within the budget. Raises StorageError if the disk refuses."""
+        """Store or replace; evicts others to stay within the budget. If the disk refuses, nothing is stored."""
         self.discard(sample)
         self._slot_bytes = self._slot_bytes or max(1, len(state.data))
         if len(state.data) > self._slot_bytes or (number := self._take_slot()) is None:
             return
         try:
             written = os.pwrite(self._descriptor(), state.data, number * self._slot_bytes)
+            if written != len(state.data):
+                raise OSError(f"{written} of {len(state.data)} bytes were taken")
         except OSError as error:
+            self._complain("write", error)
             self._free.append(number)
-            raise StorageError(f"cannot write the sample store: {error}") from error
-        if written != len(state.data):
-            self._free.append(number)
-            raise StorageError(f"cannot write the sample store: {written} of {len(state.data)} bytes were taken")
+            return
         self._slots[sample] = _Slot(number, len(state.data), state.digest)
 
     def discard(self, sample: int) -> None:
@@ -111,6 +115,12 @@ class SampleStore:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _complain(self, what: str, error: OSError) -> None:
+        """Once: it goes on with key-frames, and every sample would say the same."""
+        if not self._has_complained:
+            self._has_complained = True
+            log.warning("cannot %s the sample store: %s; key-frames are sent instead", what, error)
 
     def _descriptor(self) -> int:
         if self._file is None:

@@ -134,7 +134,7 @@ class Leases:
     async def _call(self, work: Work) -> Done:
         """Have `work` done, however long it takes; only divergence ends it."""
 
-        def check(done: Done) -> None:
+        async def check(done: Done) -> None:
             if [hop.stage for hop in done.route] != list(range(self._context.manifest.stages.count)):
                 raise ValueError("an answer whose route does not lead through all stages")
 

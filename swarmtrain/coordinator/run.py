@@ -162,8 +162,7 @@ class Run:
         context.waits_for = reason
 
     def _checkpoint_due(self, step: int) -> bool:
-        every = self._context.manifest.checkpoint.every
-        return bool(every and step % every == 0)
+        return self._context.manifest.is_checkpoint(step)
 
     def _owes_checkpoint(self) -> bool:
         """Whether the last one came to nothing: its keepers died, or the disk was full."""

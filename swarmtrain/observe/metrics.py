@@ -148,6 +148,11 @@ def peer_families(snapshot: Snapshot) -> Iterator[Metric]:
         "Norm of what the codec loses of a boundary tensor over the tensor's; every 64th is looked at.",
         *by("direction", snapshot["codec_error"]),
     )
+    yield gauge(
+        "peer_residual_cosine",
+        "Between a gradient's residual and the change of the activation; near 0 if error feedback is unbiased.",
+        ({}, snapshot["residual_cosine"] or 0.0),  # without feedback nothing is biased
+    )
     yield gauge("peer_gpu_memory_bytes", "GPU memory in use by tensors.", ({}, snapshot["gpu_bytes"]))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext
-from swarmtrain.reduce.coding import Reduced, left_pieces
+from swarmtrain.reduce.coding import Reduced, factor_pieces, left_pieces
 from swarmtrain.reduce.reduction import Lane, Reduction
 from swarmtrain.wire.messages import Prepare, RosterEntry
 
@@ -105,13 +105,15 @@ class Attempt:
         coder = context.jobs.coder
         factors = (await context.compute.run(Kind.STEP, _STEP_JOB, lambda: coder.factors(own))).value
         share = (await context.compute.run(Kind.STEP, _STEP_JOB, factors.left)).value
-        pieces = left_pieces(coder.layout, [entry.owned for entry in self.prepare.roster])
+        owned = [entry.owned for entry in self.prepare.roster]
+        pieces = left_pieces(coder.layout, owned)
         first = Reduction(node, self.prepare, share, lane=Lane.LEFT, pieces=pieces, form=factors.left_form)
         await self._begin(first)
         left = torch.empty(pieces[-1].stop)
         await first.run(left, deadline_s=_left(ends_at))
         vector = (await context.compute.run(Kind.STEP, _STEP_JOB, lambda: factors.vector(left))).value
-        second = Reduction(node, self.prepare, vector)
+        pieces = factor_pieces(coder.layout, owned)
+        second = Reduction(node, self.prepare, vector, pieces=pieces, form=factors.form)
         await self._begin(second)
         total = torch.empty(second.pieces[-1].stop)
         await second.run(total, deadline_s=_left(ends_at))

@@ -21,6 +21,7 @@ import torch
 from swarmtrain import __version__
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.neighbours import RECORD_LIFE_S, Neighbours, PeerRecord, router_options, stage_topic
+from swarmtrain.codec.samples import SampleStore
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
@@ -293,7 +294,12 @@ class PeerDaemon:
             incarnation=self.incarnation,
             node=node,
             compute=compute,
-            jobs=StageJobs(manifest, built.value, graph_budget_bytes=fit.graph_budget_bytes),
+            jobs=StageJobs(
+                manifest,
+                built.value,
+                graph_budget_bytes=fit.graph_budget_bytes,
+                make_store=lambda: SampleStore(options.state_dir, options.max_samples_bytes),
+            ),
             authority=link,
             dispatcher=dispatcher,
             max_queue=options.max_queue,

@@ -1,8 +1,10 @@
-"""What boundary codecs lose: a few of the sent tensors, decoded once more as their receivers will decode them."""
+"""What boundary codecs lose and cost: a few of the sent tensors, decoded once more as their receivers will."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,6 +35,29 @@ class Fidelity:
             received = decode(encoded.payload, context, aux, limits=self._limits).tensor
         norm = _norm(sent)
         self.errors[context.direction.name.lower()] = _norm(plain(received) - sent) / norm if norm else 0.0
+
+
+class CodecTimes:
+    """Seconds that a message costs both ends, exact (False) and compressed (True). Reading is for anybody."""
+
+    def __init__(self) -> None:
+        self._num_sent: Counter[bool] = Counter()
+        self._encode_s: dict[bool, float] = {}
+        self._decode_s: dict[bool, float] = {}
+
+    def add(self, compressed: bool, encode_s: float, decode: Callable[[], object]) -> None:
+        """A message took `encode_s`; `decode` does what its receiver does, and is timed now and then."""
+        if self._num_sent[compressed] % SAMPLE_EVERY == 0:
+            started = time.perf_counter()
+            decode()
+            self._decode_s[compressed] = time.perf_counter() - started
+        self._num_sent[compressed] += 1
+        known = self._encode_s.get(compressed, encode_s)
+        self._encode_s[compressed] = 0.8 * known + 0.2 * encode_s
+
+    def seconds(self, compressed: bool) -> float:
+        """Encoding and decoding; 0 before the first message of this kind."""
+        return self._encode_s.get(compressed, 0.0) + self._decode_s.get(compressed, 0.0)
 
 
 def _norm(numbers: Tensor) -> float:

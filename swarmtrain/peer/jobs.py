@@ -7,7 +7,12 @@ whether a microbatch's autograd graph is kept until its gradient comes or the st
 from __future__ import annotations
 
 import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +23,7 @@ from swarmtrain.codec import (
     Aux,
     Decoder,
     Direction,
+    Encoded,
     Encoder,
     Limits,
     MessageContext,
@@ -28,14 +34,16 @@ from swarmtrain.codec import (
     parse_spec,
 )
 from swarmtrain.codec.errors import CodecError, NeedKeyframe
+from swarmtrain.codec.samples import SampleStore
 from swarmtrain.codec.spec import CastSpec, CriticalSpec
+from swarmtrain.codec.watch import ResidualWatch
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.buffers import as_bytes
 from swarmtrain.model.layout import boundary_width
 from swarmtrain.model.sizes import activation_bytes, id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Gradients, Pass, StageWorker
-from swarmtrain.peer.fidelity import Fidelity
+from swarmtrain.peer.fidelity import CodecTimes, Fidelity
 from swarmtrain.peer.ledger import Entry, Raw, StickyAnswer
 from swarmtrain.reduce.coding import Reduced, StageCoder
 from swarmtrain.run.manifest import Manifest
@@ -66,8 +74,16 @@ class WrongPartner(Exception):
 class StageJobs:
     """The jobs of one stage. Every method runs on the compute thread."""
 
-    def __init__(self, manifest: Manifest, worker: StageWorker, *, graph_budget_bytes: int) -> None:
-        self.manifest, self.worker = manifest, worker
+    def __init__(
+        self,
+        manifest: Manifest,
+        worker: StageWorker,
+        *,
+        graph_budget_bytes: int,
+        make_store: Callable[[], SampleStore] = SampleStore,
+    ) -> None:
+        """`make_store` makes a store for each side on which AQ-SGD remembers samples."""
+        self.manifest, self.worker, self._make_store = manifest, worker, make_store
         self.plan = worker.state.plan
         self._id_type = np.dtype(id_type(manifest.model.vocab_size))
         self._token_shape = (manifest.batch.sequences_per_microbatch, manifest.model.sequence_length + 1)
@@ -80,11 +96,14 @@ class StageJobs:
         self._critical_bytes = self._sizes_if_critical(shape)
         self.max_graphs = max(1, graph_budget_bytes // max(1, activation_bytes(manifest, self.plan)))
         self.coder = StageCoder(worker.state)
-        self._forward_decoder, self._backward_decoder = Decoder(), Decoder()
-        self.fidelity = Fidelity(self._limits)
+        self._forward_decoder, self._backward_decoder = Decoder(store=make_store()), Decoder(store=make_store())
+        self.fidelity, self.residuals, self.codec_times = Fidelity(self._limits), ResidualWatch(), CodecTimes()
         self._passes: dict[int, Pass] = {}
         self._masks_in: dict[int, Aux | None] = {}
         self._masks_out: dict[int, Aux | None] = {}
+        self._checked: dict[int, tuple[Raw, Tensor]] = {}  # gradients that were decoded to check them, and their bytes
+        self._tickets: dict[tuple[Direction, int], Ticket] = {}  # of this step's messages, by microbatch
+        self._given_up: deque[tuple[int, int]] = deque()  # generation, microbatch: noted by the event loop
         self.num_forwards = 0  # microbatches whose forward was computed, recomputations not counted
         self.num_recomputed = 0
         self.generation = 0  # counts changes of the state
@@ -97,12 +116,17 @@ class StageJobs:
         if int(np.frombuffer(tokens, self._id_type).max()) >= self.manifest.model.vocab_size:
             raise BadTensor("a token id beyond the vocabulary")
 
-    def check_gradient(self, gradient: Raw, step: int, microbatch: int) -> None:
-        """Raise BadTensor unless `gradient` can be the answer to a microbatch. Pure: for the event loop."""
-        context = self._context(Direction.BACKWARD, step, microbatch)
+    def check_gradient(self, gradient: Raw, step: int, microbatch: int, *, keep: bool = False) -> None:
+        """Raise BadTensor unless `gradient` can be the answer to a microbatch.
+
+        With `keep` the tensor is kept for `backward`, which gets the same object.
+        """
         if self.has_sticky_answers and self._is_sticky(gradient):
-            return  # what it is a difference to is the compute thread's
-        self._decode(gradient, context, self._masks_out.get(microbatch))
+            return  # seen when it is made whole
+        context = self._context(Direction.BACKWARD, step, microbatch)
+        tensor, _ = self._decode(gradient, context, self._masks_out.get(microbatch))
+        if keep:
+            self._checked[microbatch] = (gradient, tensor)
 
     @property
     def has_sticky_routes(self) -> bool:
@@ -115,9 +139,21 @@ class StageJobs:
         return not self._backward_encoder.scope.free_routes
 
     @property
-    def critical_bytes(self) -> tuple[int, int] | None:
-        """(exact, compressed) bytes of a gradient, if it is compressed only where its receiver would wait."""
-        return self._critical_bytes
+    def sticky_messages(self) -> dict[str, dict[str, int]]:
+        """Key-frames and differences made by sticky codecs, by direction. (AQ-SGD makes one of each sample.)"""
+        return {"forward": dict(self._forward_encoder.made), "backward": dict(self._backward_encoder.made)}
+
+    @property
+    def compresses_if_critical(self) -> bool:
+        """Whether a gradient is compressed only where its receiver would wait."""
+        return self._critical_bytes is not None
+
+    def critical_times(self, bytes_per_s: float) -> tuple[float, float]:
+        """How long a gradient takes on such a line, exact and compressed: codecs at both ends included."""
+        assert self._critical_bytes is not None
+        exact, compressed = self._critical_bytes
+        times = self.codec_times
+        return exact / bytes_per_s + times.seconds(False), compressed / bytes_per_s + times.seconds(True)
 
     def take_boundary(self, entry: Entry, step: int, sender: str) -> None:
         """Make a received difference whole, in the order in which they come. Raises WrongPartner."""
@@ -142,37 +178,38 @@ class StageJobs:
 
     def forward(self, entry: Entry, step: int, partner: str = "") -> Outcome:
         """Forward of a microbatch. On the last stage also its backward: the outcome is the gradient for below."""
-        self._check_current(entry)
+        self._begin(entry)
         self.num_forwards += 1
         done = self._pass(entry, step)
         if self.plan.is_last:
             loss = float(done.result)
             if not np.isfinite(loss):
                 raise DivergedError(f"the loss of microbatch ({step}, {entry.microbatch}) is {loss}")
-            return Outcome(self._finish(entry, step, self.worker.backward(done, None)), loss)
+            return Outcome(self._finish(entry, step, done, self.worker.backward(done, None)), loss)
         if len(self._passes) < self.max_graphs:
             self._passes[entry.microbatch] = done
         context = self._context(Direction.FORWARD, step, entry.microbatch, receiver=partner, tokens=entry.tokens)
-        encoded = self._forward_encoder.encode(done.result, context)
+        encoded = self._encode(self._forward_encoder, entry, done.result, context)
         self.fidelity.look(done.result, encoded, context)
         self._masks_out[entry.microbatch] = encoded.aux
         if encoded.received is not None:
             entry.output = self._whole(encoded.received)
             return Outcome(entry.output, sticky=encoded.payload, ticket=encoded.ticket)
-        self._forward_encoder.commit(encoded.ticket)
         entry.output = encoded.payload
         return Outcome(encoded.payload)
 
     def backward(self, entry: Entry, step: int, gradient: Raw) -> Outcome:
         """Backward of a microbatch from the next stage's answer: added to the sum, and encoded for the stage below."""
-        self._check_current(entry)
-        decoded = self._decode_gradient(entry, step, gradient)
+        self._begin(entry)
+        raw, decoded = self._checked.pop(entry.microbatch, (b"", None))
+        if decoded is None or raw is not gradient:
+            decoded = self._decode_gradient(entry, step, gradient)
         done = self._passes.pop(entry.microbatch, None)
         if done is None:
             self.num_recomputed += 1
             done = self._pass(entry, step)
         entry.gradient = gradient
-        return Outcome(self._finish(entry, step, self.worker.backward(done, decoded)))
+        return Outcome(self._finish(entry, step, done, self.worker.backward(done, decoded)))
 
     def evaluate(self, tokens: Raw, boundary: Raw, step: int, microbatch: int) -> Outcome:
         """Forward only; touches nothing."""
@@ -200,16 +237,34 @@ class StageJobs:
         is_counted_here = self.plan.is_first or not self.manifest.model.tie_embeddings
         return self.worker.finish(reduced, count_embedding=is_counted_here), digest
 
-    def apply(self, reduced: Reduced, scale: float, learning_rate: float, basis: Tensor | None = None) -> str:
-        """One optimizer step, and with `basis` a move of the subspace; returns the digest of the new state."""
+    def apply(
+        self,
+        reduced: Reduced,
+        scale: float,
+        learning_rate: float,
+        basis: Tensor | None = None,
+        *,
+        counted: Collection[int],
+    ) -> str:
+        """One optimizer step, and with `basis` a move of the subspace; returns the digest of the new state.
+
+        `counted` are the microbatches of this peer that are in the sum: what their messages left out is still owed,
+        what the others left out is not. Where a checkpoint lies codecs forget everything, as in the reference trainer:
+        a run that is restored there knows no more.
+        """
         self.worker.apply(reduced.gradient, scale, learning_rate)
         reduced.commit()
+        self._settle_step(counted)
         self._clear()
+        step = self.worker.state.step
         for encoder in (self._forward_encoder, self._backward_encoder):
-            encoder.on_step(self.worker.state.step)
+            encoder.on_step(step)
         if basis is not None:
             self.worker.move_basis(basis.to(self.worker.state.device))
             self._forget_codecs("the subspace has moved")
+        if self.manifest.is_checkpoint(step):
+            self._forget_codecs("a checkpoint")
+            self.coder.reset()
         return self.worker.state.digest()
 
     def copy_state(self) -> StateSource:
@@ -232,8 +287,9 @@ class StageJobs:
         return StateSource(state.layout, 0, 0, [buffer.detach() for buffer in fresh.buffers])
 
     def drop_work(self) -> None:
-        """Nothing of the current step counts any more: not in the sum, not in kept graphs."""
+        """Nothing of the current step counts any more: not in the sum, not in kept graphs, not in residuals."""
         self.worker.sum.clear()
+        self._settle_step(())
         self._clear()
 
     def state_digest(self) -> str:
@@ -246,10 +302,35 @@ class StageJobs:
         with torch.no_grad():
             weights[len(weights) // 2] += 1.0
 
-    def forget(self, microbatch: int) -> None:
-        """Drop what is kept for a microbatch that came to nothing."""
-        for memory in (self._passes, self._masks_in, self._masks_out):
-            memory.pop(microbatch, None)
+    def forget(self, entry: Entry) -> None:
+        """A microbatch came to nothing. For the event loop: what is kept for it goes with the next job."""
+        self._given_up.append((entry.generation, entry.microbatch))
+
+    def _encode(
+        self, encoder: Encoder, entry: Entry, tensor: Tensor, context: MessageContext, aux: Aux | None = None
+    ) -> Encoded:
+        """Encode, and remember the ticket until the message's fate is known: the step's end, or that it was given up.
+
+        A microbatch that comes a second time is encoded with the residual as it was without the first message. Sticky
+        codecs' tickets are settled when the partner has answered.
+        """
+        self._abort(context.direction, entry.microbatch)
+        encoded = encoder.encode(tensor, context, aux)
+        if encoded.received is None:
+            self._tickets[context.direction, entry.microbatch] = encoded.ticket
+            entry.residual_bytes += 0 if encoder.residual is None else self.boundary_bytes
+        return encoded
+
+    def _abort(self, direction: Direction, microbatch: int) -> None:
+        ticket = self._tickets.pop((direction, microbatch), None)
+        if ticket is not None:
+            self.settle(direction, ticket, delivered=False)
+
+    def _settle_step(self, counted: Collection[int]) -> None:
+        """The step is over: the messages of `counted` were used, all others were in vain."""
+        for (direction, microbatch), ticket in self._tickets.items():
+            self.settle(direction, ticket, delivered=microbatch in counted)
+        self._tickets.clear()
 
     def _forget_codecs(self, reason: str) -> None:
         for encoder in (self._forward_encoder, self._backward_encoder):
@@ -257,34 +338,50 @@ class StageJobs:
         for decoder in (self._forward_decoder, self._backward_decoder):
             decoder.reset(reason)
 
-    def _check_current(self, entry: Entry) -> None:
+    def _begin(self, entry: Entry) -> None:
+        """What was given up is dropped first: this may be the same microbatch, on its second way. Raises StaleWork."""
+        while self._given_up:
+            generation, microbatch = self._given_up.popleft()
+            if generation == self.generation:  # of an older one nothing is left
+                for memory in self._memories():
+                    memory.pop(microbatch, None)
+                for direction in Direction:
+                    self._abort(direction, microbatch)
         if entry.generation != self.generation:
             raise StaleWork("the step of this microbatch is over")
 
     def _clear(self) -> None:
         self.generation += 1
-        for memory in (self._passes, self._masks_in, self._masks_out):
+        for memory in self._memories():
             memory.clear()
+
+    def _memories(self) -> list[dict[int, Any]]:
+        """What is kept by microbatch."""
+        return [self._passes, self._masks_in, self._masks_out, self._checked]
 
     def _pass(self, entry: Entry, step: int) -> Pass:
         boundary, mask = self._decode_boundary(entry.boundary, step, entry.microbatch)
         self._masks_in[entry.microbatch] = mask
         return self.worker.forward(self._tokens(entry.tokens), boundary)
 
-    def _finish(self, entry: Entry, step: int, gradients: Gradients) -> bytes:
+    def _finish(self, entry: Entry, step: int, done: Pass, gradients: Gradients) -> bytes:
         payload = b""
         if gradients.boundary is not None:
+            assert done.boundary is not None
             context = self._context(Direction.BACKWARD, step, entry.microbatch, receiver=entry.caller)
             context = replace(context, critical=entry.is_critical)
             mask = self._masks_in.get(entry.microbatch)
-            encoded = self._backward_encoder.encode(gradients.boundary, context, mask)
+            started = time.perf_counter()
+            encoded = self._encode(self._backward_encoder, entry, gradients.boundary, context, mask)
+            encode_s, payload = time.perf_counter() - started, encoded.payload
             self.fidelity.look(gradients.boundary, encoded, context, mask)
-            payload = encoded.payload
+            if self.compresses_if_critical:
+                self.codec_times.add(entry.is_critical, encode_s, partial(self._decode, payload, context, mask))
+            if entry.is_critical:
+                self.residuals.look(done.boundary.detach(), self._backward_encoder.residual)
             if encoded.received is not None:
                 entry.sticky = StickyAnswer(payload, encoded.ticket)
                 payload = self._whole(encoded.received)
-            else:
-                self._backward_encoder.commit(encoded.ticket)
         self.worker.accumulate(gradients)
         entry.accumulated = True
         return payload
@@ -329,7 +426,8 @@ class StageJobs:
 
     def _encoder(self, direction: Direction, boundary: int) -> Encoder:
         text = self.manifest.wire.forward if direction is Direction.FORWARD else self.manifest.wire.backward
-        return make_encoder(parse_spec(text), boundary=max(0, boundary), direction=direction)
+        store = self._make_store()
+        return make_encoder(parse_spec(text), boundary=max(0, boundary), direction=direction, store=store)
 
     def _context(
         self,

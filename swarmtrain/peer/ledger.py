@@ -42,11 +42,12 @@ class Entry:
     caller_busy_until: float = 0.0  # time of the loop until which the caller has other work, as it said
     is_critical: bool = True  # whether the caller would wait for the gradient (codec/policy.py)
     sticky: StickyAnswer | None = None  # for the caller only: a difference to what it holds
+    residual_bytes: int = 0  # what codecs keep to take its messages back
 
     @property
     def num_bytes(self) -> int:
         """What the entry holds in memory."""
-        held = len(self.tokens) + len(self.boundary) + len(self.output) + len(self.gradient)
+        held = len(self.tokens) + len(self.boundary) + len(self.output) + len(self.gradient) + self.residual_bytes
         return held + (len(self.answer.gradient) if self.answer is not None else 0)
 
 

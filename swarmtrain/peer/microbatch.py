@@ -115,7 +115,9 @@ class Microbatches:
         )
         deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
         with context.compute.split.during(Part.WIRE):
-            below = await context.dispatcher.call(work, deadline_s=deadline_s, check=partial(self._check_answer, work))
+            below = await context.dispatcher.call(
+                work, deadline_s=deadline_s, check=partial(self._check_answer, work, keep=False)
+            )
         return Done(below.loss, (context.hop, *below.route), 0.0, 0.0, 0.0, b"", self._load_s())
 
     async def _serve(self, entry: Entry, work: Work, deadline_s: float) -> Done:
@@ -153,7 +155,7 @@ class Microbatches:
         except BaseException as error:
             if not entry.accumulated:
                 ledger.drop(entry)
-                context.jobs.forget(entry.microbatch)
+                context.jobs.forget(entry)
             raise self._as_refusal(error) from error
         entry.answer = answer
         entry.task = None
@@ -169,13 +171,13 @@ class Microbatches:
 
         An exact one on a line of which nothing is known measures it; a compressed one is often too small for that.
         """
-        context, sizes = self._context, self._context.jobs.critical_bytes
-        if sizes is None:
+        context = self._context
+        if not context.jobs.compresses_if_critical:
             return True
         critical, rate = False, context.node.estimate(entry.caller).up_bytes_per_s
         if rate:
             other_work_s = max(0.0, entry.caller_busy_until - asyncio.get_running_loop().time())
-            critical = is_critical(SendEstimate(other_work_s, sizes[0] / rate, sizes[1] / rate))
+            critical = is_critical(SendEstimate(other_work_s, *context.jobs.critical_times(rate)))
         context.counters.critical[critical] += 1
         return critical
 
@@ -232,7 +234,7 @@ class Microbatches:
         def progress(item: Progress) -> None:
             self._tell(entry, item.hops)
 
-        check = partial(self._check_answer, request)
+        check = partial(self._check_answer, request, keep=True)
         with context.compute.split.during(Part.WIRE):
             return await context.dispatcher.call(
                 request, deadline_s=deadline_s, on_progress=progress, check=check, sticky=sticky
@@ -288,12 +290,17 @@ class Microbatches:
             retry_after_s = 0.05 + 0.5 * context.compute.backlog_s()
             raise context.refuse(Code.BUSY, f"{waiting} jobs wait", retry_after_s)
 
-    def _check_answer(self, work: Work, done: Done) -> None:
-        """Raise ValueError for an answer that cannot be right: then another peer is asked."""
-        if [hop.stage for hop in done.route] != list(range(work.stage, self._context.manifest.stages.count)):
+    async def _check_answer(self, work: Work, done: Done, *, keep: bool) -> None:
+        """Raise ValueError for an answer that cannot be right: then another peer is asked. `keep`: backward follows."""
+        context = self._context
+        if [hop.stage for hop in done.route] != list(range(work.stage, context.manifest.stages.count)):
             raise ValueError("an answer whose route does not lead through all stages")
         if not work.evaluate:
-            self._context.jobs.check_gradient(done.gradient, work.step, work.microbatch)
+            await context.compute.run(
+                Kind.STEP,
+                -1,
+                lambda: context.jobs.check_gradient(done.gradient, work.step, work.microbatch, keep=keep),
+            )
 
     def _tell(self, entry: Entry, hops: tuple[Hop, ...]) -> None:
         """Progress flows upstream, so that callers know who has the microbatch when this peer dies."""

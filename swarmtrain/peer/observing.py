@@ -134,6 +134,8 @@ class PeerObserver:
             "sync_percent": status.sync_percent,
             "codec_ratio": dict(self._ratios),
             "codec_error": dict(context.jobs.fidelity.errors),
+            "sticky": context.jobs.sticky_messages,
+            "residual_cosine": context.jobs.residuals.cosine,
             "transfers": {
                 "sent": {"bytes": up[0], "seconds": up[1]},
                 "received": {"bytes": down[0], "seconds": down[1]},

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from swarmtrain.codec.samples import DEFAULT_BUDGET_BYTES
 from swarmtrain.errors import HardwareError
 from swarmtrain.model.layout import plan_stages
 from swarmtrain.model.sizes import activation_bytes, stage_memory
@@ -37,6 +38,7 @@ class PeerOptions:
     behind_nat: bool = False
     serve_as_relay: bool = False
     max_memory_bytes: int = 0  # 0: what the machine has free
+    max_samples_bytes: int = DEFAULT_BUDGET_BYTES  # on disk, in the state directory: what AQ-SGD remembers on each side
     max_up_bytes_per_s: float = 0.0  # 0: no cap
     max_down_bytes_per_s: float = 0.0
     name: str = ""

@@ -56,6 +56,7 @@ class Ready:
 
     reduced: Reduced
     digest: str
+    counted: frozenset[int]  # this peer's microbatches in it
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,11 @@ class Steps:
         context.is_applying = True  # what arrives from now on belongs to the next step
         try:
             timed = await context.compute.run(
-                Kind.STEP, _STEP_JOB, lambda: context.jobs.apply(ready.reduced, apply.scale, apply.learning_rate, basis)
+                Kind.STEP,
+                _STEP_JOB,
+                lambda: context.jobs.apply(
+                    ready.reduced, apply.scale, apply.learning_rate, basis, counted=ready.counted
+                ),
             )
             if apply.snapshot:
                 await self._keep_snapshot()
@@ -335,7 +340,7 @@ class Steps:
         attempt.finish()
         finished = await context.compute.run(Kind.STEP, _STEP_JOB, lambda: context.jobs.finish(reduced.gradient))
         squared_norm, digest = finished.value
-        self._ready[prepare.step] = Ready(reduced, digest)
+        self._ready[prepare.step] = Ready(reduced, digest, frozenset(wanted))
         return Prepared(squared_norm, digest, await self.bases.propose(prepare.step, reduced.gradient))
 
     async def _share(self, ledger: Ledger, wanted: set[int], step: int) -> Tensor:

@@ -11,20 +11,21 @@ before the step is applied: an attempt that fails leaves no trace. `alone` is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from swarmtrain.codec.errors import CodecSpecError
-from swarmtrain.codec.gradient import GradientEncoder, GradientSpec, parse_gradient_spec
+from swarmtrain.codec.gradient import GradientEncoder, GradientSpec, is_outdated, parse_gradient_spec
 from swarmtrain.codec.powersgd import PowerSGDRound, PowerSGDState
 from swarmtrain.errors import ManifestError
 from swarmtrain.model.buffers import Slot, StateLayout
 from swarmtrain.model.state import StageState
 from swarmtrain.reduce.partition import Piece, cut
-from swarmtrain.reduce.shares import EXACT, CodedShares, OrthonormalShares, ShareFormat
+from swarmtrain.reduce.shares import EXACT, CodedShares, FactorShares, OrthonormalShares, ShareFormat
 from swarmtrain.run.manifest import Manifest
 
 
@@ -55,6 +56,17 @@ def stage_elements(layout: StateLayout, *, compress: bool) -> int:
     return own - sum(slot.spec.num_elements for slot in layout.factored) + layout.right_elements
 
 
+def factor_pieces(layout: StateLayout, owned: Sequence[int]) -> list[Piece]:
+    """Pieces of powersgd's lane STAGE: none holds both right factors and other numbers, which travel differently."""
+    pieces: list[Piece] = []
+    for piece in cut(owned):
+        for start, stop in pairwise(
+            sorted({piece.start, min(max(piece.start, layout.right_elements), piece.stop), piece.stop})
+        ):
+            pieces.append(Piece(len(pieces), piece.owner, start, stop))
+    return pieces
+
+
 def left_pieces(layout: StateLayout, owned: list[int]) -> list[Piece]:
     """One piece per matrix, in turn among those who own anything at all: newcomers only listen."""
     owners = [position for position, elements in enumerate(owned) if elements] or [0]
@@ -76,6 +88,7 @@ class StageCoder:
         is_sliced = self.spec.kind in ("bf16", "int8", "topk")
         self._encoder = GradientEncoder(self.spec, own) if is_sliced else None
         self._error = {slot.spec.name: torch.zeros(slot.spec.shape) for slot in self.layout.factored}
+        self._used_at = 0  # step in which that error was last used
 
     def reset(self) -> None:
         """Forget what was left out: the state was replaced."""
@@ -88,12 +101,18 @@ class StageCoder:
         """How pieces of the gradient travel, and what to do when the step is applied. Not for powersgd."""
         if not compress or self._encoder is None:
             return EXACT, _nothing
-        self._encoder.abort()
+        self._encoder.begin(self._state.step)
         return CodedShares(self._encoder), self._encoder.commit
 
     def factors(self, share: Tensor | None) -> FactorRound:
         """One attempt of powersgd; `share` is this peer's own part of the sum, None if it has no work."""
-        return FactorRound(self.layout, self._state, self._error, share)
+        step = self._state.step
+        if is_outdated(self._used_at, step):
+            self.reset()
+        return FactorRound(self.layout, self._state, self._error, share, lambda: self._use(step))
+
+    def _use(self, step: int) -> None:
+        self._used_at = step
 
     def alone(self, total: Tensor) -> Reduced:
         """What a stage with this one peer reduces `total` (the whole flat sum) to."""
@@ -122,9 +141,19 @@ class StageCoder:
 class FactorRound:
     """One attempt of PowerSGD at one peer: `left`, `vector`, `reduced`, in this order."""
 
-    def __init__(self, layout: StateLayout, state: StageState, error: dict[str, Tensor], share: Tensor | None) -> None:
+    def __init__(
+        self,
+        layout: StateLayout,
+        state: StageState,
+        error: dict[str, Tensor],
+        share: Tensor | None,
+        on_use: Callable[[], None],
+    ) -> None:
+        """`error` is what the peer has left out, and is changed by `commit`, which calls `on_use` if it was used."""
         self._layout, self._state, self._share, self._kept = layout, state, share, error
+        self._on_use = on_use
         self.left_form = OrthonormalShares(layout.powersgd_rank)
+        self.form = FactorShares(layout.right_elements)
         # Without a share nothing of this peer is sent, and what it has left out waits for a step in which it works.
         errors = error if share is not None else {name: torch.zeros_like(item) for name, item in error.items()}
         self._powersgd = PowerSGDState(layout.powersgd_rank, self._right_factors(), dict(errors))
@@ -138,7 +167,7 @@ class FactorRound:
         return _flat([self._round.left()[slot.spec.name] for slot in self._layout.factored])
 
     def vector(self, left: Tensor) -> Tensor | None:
-        """This peer's share in lane STAGE (fp64): right factors, then what is not factored."""
+        """This peer's share in lane STAGE (fp64): right factors (fp32 numbers), then what is not factored."""
         rank, factors, start = self._layout.powersgd_rank, {}, 0
         for slot in self._layout.factored:
             stop = start + slot.spec.shape[0] * rank
@@ -172,6 +201,7 @@ class FactorRound:
         self._round.commit()
         if self._share is not None:
             self._kept.update(self._powersgd.error)
+            self._on_use()
         right = self._state.right_factors
         assert right is not None
         right.copy_(_flat([self._powersgd.right[slot.spec.name] for slot in self._layout.factored]))

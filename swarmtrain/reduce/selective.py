@@ -2,6 +2,10 @@
 
 All stages begin to reduce when the step's last microbatch has come back, so the step ends with the slowest reduction.
 Only those stages compress without which the step would end later (codec/policy.py); the others stay exact.
+
+What is not used is not measured, and lines change: a stage that has compressed PROBE_AFTER times goes exactly once, and
+a compressed time that has not been seen for as many reductions is forgotten. All stages that are due probe in the same
+step, since it lasts as long as the slowest of them.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from swarmtrain.run.manifest import Manifest
 _WEIGHT = 0.5  # of the newest measurement
 _GUESS = 0.25  # a compressed reduction's time, as a share of the exact one, before it has been measured
 _WORTH_S = 0.02  # differences below this are noise
+PROBE_AFTER = 16  # reductions of one kind in a row: then the other kind's time is out of date
 
 
 class StageCompression:
@@ -24,6 +29,7 @@ class StageCompression:
         self._num_stages = manifest.stages.count
         self._exact_s: dict[int, float] = {}
         self._compressed_s: dict[int, float] = {}
+        self._in_a_row: dict[int, tuple[bool, int]] = {}  # whether compressed, and how often since the other kind
 
     def choose(self) -> frozenset[int]:
         """The stages that compress next."""
@@ -37,11 +43,23 @@ class StageCompression:
             StageReduction(0.0, self._exact_s[stage], self._compressed_s.get(stage, _GUESS * self._exact_s[stage]))
             for stage in range(self._num_stages)
         ]
-        ends = sorted(self._exact_s.values())
-        return stages_to_compress(stages) if ends[-1] > _WORTH_S else frozenset()
+        if max(self._exact_s.values()) <= _WORTH_S:
+            return frozenset()
+        return frozenset(
+            stage for stage in stages_to_compress(stages) if not self._is_outdated(stage, compressed=False)
+        )
 
     def took(self, stage: int, seconds: float, *, compressed: bool) -> None:
         """A reduction has ended."""
         times = self._compressed_s if compressed else self._exact_s
-        known = times.get(stage)
+        known = None if self._is_outdated(stage, compressed=compressed) else times.get(stage)
         times[stage] = seconds if known is None else (1 - _WEIGHT) * known + _WEIGHT * seconds
+        kind, count = self._in_a_row.get(stage, (compressed, 0))
+        self._in_a_row[stage] = (compressed, count + 1 if kind is compressed else 1)
+        if self._is_outdated(stage, compressed=True):
+            self._compressed_s.pop(stage, None)  # guessed again: what did not help once may help now
+
+    def _is_outdated(self, stage: int, *, compressed: bool) -> bool:
+        """Whether a stage's time of this kind was measured too many reductions ago."""
+        kind, count = self._in_a_row.get(stage, (compressed, 0))
+        return kind is not compressed and count >= PROBE_AFTER

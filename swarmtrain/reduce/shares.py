@@ -130,6 +130,18 @@ class OrthonormalShares(ExactShares):
         return orthonormal(total).contiguous().numpy().astype("<f4").tobytes()
 
 
+class FactorShares(ExactShares):
+    """PowerSGD's lane STAGE: pieces of right factors, which are fp32 numbers, and then pieces on the exact grid."""
+
+    def __init__(self, num_factors: int) -> None:
+        """`num_factors` numbers come first. No piece holds both kinds."""
+        self._num_factors = num_factors
+
+    def pack(self, numbers: Numbers, start: int) -> Buffer:
+        """See ShareFormat."""
+        return super().pack(numbers.astype("<f4") if start < self._num_factors else numbers, start)
+
+
 class CodedShares:
     """Shares through a gradient codec: bf16 and int8 also encode the answer; topk answers with all shares' bytes."""
 

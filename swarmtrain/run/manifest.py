@@ -188,6 +188,10 @@ class Manifest:
         found = re.fullmatch(r"powersgd([1-9]\d{0,3})", self.reduce.codec, re.ASCII)
         return int(found[1]) if found else 0
 
+    def is_checkpoint(self, step: int) -> bool:
+        """Whether checkpoint.every asks for a checkpoint of the state after `step` steps."""
+        return self.checkpoint.every > 0 and step % self.checkpoint.every == 0
+
     def basis_epoch(self, step: int) -> int:
         """How often the subspace has moved when `step` steps are applied."""
         return step // self.boundary.track_every if self.boundary.track_every else 0

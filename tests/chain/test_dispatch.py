@@ -93,7 +93,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
-def accept(done: Done) -> None:
+async def accept(done: Done) -> None:
     return None
 
 
@@ -124,7 +124,7 @@ def test_an_answer_that_cannot_be_right_is_asked_for_elsewhere() -> None:
         bad = Done(0.0, (), 0.0, 0.0, 0.0, b"")
         dispatcher, node, neighbours = dispatch({"a": lambda *_: bad, "b": good})
 
-        def check(done: Done) -> None:
+        async def check(done: Done) -> None:
             if done is bad:
                 raise ValueError("no")
 

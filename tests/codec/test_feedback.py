@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swarmtrain.codec import Direction, Ticket, decode
 from swarmtrain.codec.feedback import FeedbackEncoder
+from swarmtrain.codec.mask import apply_mask
 
 from .generators import context, encoder, numbers, same_bits, squared
 
@@ -213,3 +214,20 @@ def test_forward_feedback_offers_the_mask_it_used() -> None:
     encoded = sender.encode(numbers("gaussian", SHAPE, 2), context())
     assert encoded.aux is not None
     assert decode(encoded.payload, context()).aux == encoded.aux
+
+
+@pytest.mark.parametrize("spec", ["ef-topk10:values=fp32", "ef-quant2", "lowrank2-lep"])
+def test_behind_a_mask_the_books_balance_with_what_the_receiver_uses(spec: str) -> None:
+    """The receiver zeroes what lies outside the forward mask: that was not delivered."""
+    sender = feedback(spec)
+    wanted, used = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
+    for seed in range(8):
+        forward = encoder("topk30").encode(numbers("gaussian", SHAPE, 100 + seed), context())
+        message = numbers("gaussian", SHAPE, seed)
+        encoded = sender.encode(message, at(0), forward.aux)
+        sender.commit(encoded.ticket)
+        assert forward.aux is not None
+        wanted += apply_mask(message.clone(), forward.aux)  # outside there is no gradient
+        used += decode(encoded.payload, at(0), forward.aux).tensor
+    assert sender.residual is not None
+    assert (wanted - used - sender.residual).norm() <= 1e-5 * wanted.norm() + 1e-5

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from swarmtrain.codec import Direction, decode
 from swarmtrain.codec.lowrank import orthonormal, power_step, residual_cosine
 from swarmtrain.codec.payload import header_bytes
+from swarmtrain.codec.watch import SAMPLE_EVERY, ResidualWatch
 
 from .generators import Case, cases, context, encoder, numbers, round_trip, squared
 
@@ -140,3 +141,23 @@ def test_the_diagnostic_is_a_cosine() -> None:
     assert abs(residual_cosine(residual, activation, following)) < 1
     assert residual_cosine(residual, activation, activation) == 0
     assert residual_cosine(torch.zeros(4, 8), activation, following) == 0
+
+
+def test_the_watch_compares_a_residual_with_the_message_that_it_goes_into() -> None:
+    watch = ResidualWatch()
+    activations = [numbers("gaussian", (4, 8), seed) for seed in range(SAMPLE_EVERY + 2)]
+    residuals = [numbers("gaussian", (4, 8), 1000 + seed) for seed in range(SAMPLE_EVERY + 2)]
+    seen = []
+    for activation, residual in zip(activations, residuals, strict=True):
+        watch.look(activation, residual)
+        seen.append(watch.cosine)
+    first = residual_cosine(residuals[0], activations[0], activations[1])
+    second = residual_cosine(residuals[SAMPLE_EVERY], activations[SAMPLE_EVERY], activations[SAMPLE_EVERY + 1])
+    assert seen == [None, *[first] * SAMPLE_EVERY, second]
+
+
+def test_without_feedback_there_is_nothing_to_watch() -> None:
+    watch = ResidualWatch()
+    for seed in range(3):
+        watch.look(numbers("gaussian", (4, 8), seed), None)
+    assert watch.cosine is None

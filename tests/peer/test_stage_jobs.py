@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from swarmtrain.codec import DEFAULT_LIMITS, Direction, Encoded, MessageContext, Ticket
+from swarmtrain.codec import DEFAULT_LIMITS, Direction, Encoded, MessageContext, Ticket, decode
+from swarmtrain.codec.policy import SendEstimate, is_critical
 from swarmtrain.model.sizes import id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
-from swarmtrain.peer.fidelity import SAMPLE_EVERY, Fidelity
+from swarmtrain.peer import jobs as jobs_module
+from swarmtrain.peer.fidelity import SAMPLE_EVERY, CodecTimes, Fidelity
 from swarmtrain.peer.jobs import BadTensor, StageJobs, StaleWork
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.reduce.coding import Reduced
@@ -83,7 +85,7 @@ def test_work_of_a_step_that_is_over_is_not_added(manifest: Manifest) -> None:
     first, last = jobs_of(manifest, 0), jobs_of(manifest, 1)
     entry = Entry(0, tokens(manifest, 0), b"")
     gradient = last.forward(Entry(0, entry.tokens, first.forward(entry, 0).payload), 0).payload
-    first.apply(Reduced(first.worker.reduced_sum(), lambda: None), 1.0, 0.0)
+    first.apply(Reduced(first.worker.reduced_sum(), lambda: None), 1.0, 0.0, counted={0})
     with pytest.raises(StaleWork):
         first.backward(entry, 0, gradient)
     with pytest.raises(StaleWork):
@@ -135,3 +137,128 @@ def test_few_messages_are_looked_at(manifest: Manifest) -> None:
     assert found == pytest.approx([0.0] * SAMPLE_EVERY + [SAMPLE_EVERY / 1000] * SAMPLE_EVERY, abs=1e-6)
     fidelity.look(torch.zeros(2, 3), Encoded(b"", None, Ticket(0, 0), torch.zeros(2, 3)), context)
     assert fidelity.errors["forward"] == 0.0  # nothing was meant, and nothing lost
+
+
+def feedback_manifest(manifest: Manifest, *overrides: str) -> Manifest:
+    return parse_manifest(manifest.canonical(), ["wire.backward=ef-topk10", *overrides])
+
+
+def gradient_message(last: StageJobs, run: Manifest, microbatch: int, boundary: bytes) -> tuple[Entry, bytes]:
+    """A microbatch on the last stage: its entry, and what goes down."""
+    entry = Entry(microbatch, tokens(run, microbatch), boundary, generation=last.generation)
+    return entry, last.forward(entry, last.worker.state.step).payload
+
+
+@pytest.mark.parametrize("fate", ["forgotten", "reconciled out", "dropped with the step", "counted"])
+def test_a_message_that_came_to_nothing_gives_its_residual_back(manifest: Manifest, fate: str) -> None:
+    """Its peer goes on as one that never had it; only what is counted is owed for."""
+    run = feedback_manifest(manifest)
+    first = jobs_of(run, 0)
+    boundaries = [first.forward(Entry(i, tokens(run, i), b""), 0).payload for i in range(3)]
+    tried, straight = jobs_of(run, 1), jobs_of(run, 1)
+    for jobs in (tried, straight):
+        gradient_message(jobs, run, 0, boundaries[0])
+    counted = {0}
+    entry, _ = gradient_message(tried, run, 1, boundaries[1])
+    assert entry.residual_bytes == entry.num_bytes - len(entry.tokens) - len(entry.boundary) > 0
+    if fate == "forgotten":
+        tried.forget(entry)
+        gradient_message(tried, run, 1, boundaries[1])  # leased again to the same peer
+        gradient_message(straight, run, 1, boundaries[1])
+        counted = {0, 1}
+    elif fate == "reconciled out":
+        tried.reconciled_share([entry], set(), 0)
+    elif fate == "counted":
+        counted = {0, 1}
+    if fate == "dropped with the step":
+        for jobs in (tried, straight):
+            jobs.drop_work()
+    else:
+        for jobs in (tried, straight):
+            jobs.apply(Reduced(jobs.worker.reduced_sum() * 0, lambda: None), 1.0, 0.0, counted=counted)
+    after = [gradient_message(jobs, run, 2, boundaries[2])[1] for jobs in (tried, straight)]
+    assert (after[0] == after[1]) is (fate != "counted")
+
+
+def test_work_of_an_older_step_that_fails_late_leaves_the_new_step_alone(manifest: Manifest) -> None:
+    run = feedback_manifest(manifest)
+    boundary = jobs_of(run, 0).forward(Entry(0, tokens(run, 0), b""), 0).payload
+    late, punctual = jobs_of(run, 1), jobs_of(run, 1)
+    old, _ = gradient_message(late, run, 0, boundary)
+    gradient_message(punctual, run, 0, boundary)
+    for jobs in (late, punctual):
+        jobs.apply(Reduced(jobs.worker.reduced_sum() * 0, lambda: None), 1.0, 0.0, counted={0})
+        gradient_message(jobs, run, 0, boundary)
+    late.forget(old)
+    assert gradient_message(late, run, 1, boundary)[1] == gradient_message(punctual, run, 1, boundary)[1]
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_codecs_forget_where_a_checkpoint_lies(manifest: Manifest, every: int) -> None:
+    """As in the reference trainer: who is restored there knows no more than who went on."""
+    run = feedback_manifest(manifest, f"checkpoint.every={every}")
+    boundary = jobs_of(run, 0).forward(Entry(0, tokens(run, 0), b""), 0).payload
+    went_on, restored = jobs_of(run, 1), jobs_of(run, 1)
+    for _ in range(2):
+        gradient_message(went_on, run, 0, boundary)
+        went_on.apply(Reduced(went_on.worker.reduced_sum() * 0, lambda: None), 1.0, 0.0, counted={0})
+    restored.load_state(went_on.copy_state())
+    after = [gradient_message(jobs, run, 1, boundary)[1] for jobs in (went_on, restored)]
+    assert (after[0] == after[1]) is (every > 0)
+
+
+@pytest.mark.parametrize("backward", ["lowrank2-lep", "lowrank2-lep:critical", "lowrank2"])
+def test_a_peer_knows_how_biased_its_error_feedback_is(manifest: Manifest, backward: str) -> None:
+    run = parse_manifest(manifest.canonical(), [f"wire.backward={backward}"])
+    first, last = jobs_of(run, 0), jobs_of(run, 1)
+    run_chain(first, last, run, [0])
+    assert last.residuals.cosine is None  # it takes two messages
+    run_chain(first, last, run, [1])
+    cosine = last.residuals.cosine
+    if "lep" in backward:
+        assert cosine is not None
+        assert 0.0 < abs(cosine) < 1.0
+    else:
+        assert cosine is None
+
+
+def test_a_gradient_that_was_checked_is_not_decoded_again(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    checking, plain_one, last = jobs_of(manifest, 0), jobs_of(manifest, 0), jobs_of(manifest, 1)
+    entry = Entry(0, tokens(manifest, 0), b"")
+    gradient = last.forward(Entry(0, entry.tokens, checking.forward(entry, 0).payload), 0).payload
+    twin = Entry(0, entry.tokens, b"")
+    plain_one.forward(twin, 0)
+    decoded = []
+    monkeypatch.setattr(
+        jobs_module, "decode", lambda raw, *rest, **more: decoded.append(raw) or decode(raw, *rest, **more)
+    )
+    checking.check_gradient(gradient, 0, 0, keep=True)
+    checking.backward(entry, 0, gradient)
+    assert len(decoded) == 1
+    plain_one.check_gradient(gradient, 0, 0, keep=True)
+    plain_one.backward(twin, 0, bytes(bytearray(gradient)))  # equal bytes, but not those that were checked
+    assert len(decoded) == 3
+    assert torch.equal(checking.worker.sum.total, plain_one.worker.sum.total)
+    with pytest.raises(BadTensor):
+        checking.check_gradient(gradient[:-1], 0, 0)
+
+
+def test_a_codec_that_takes_longer_than_it_saves_is_not_used(manifest: Manifest) -> None:
+    run = parse_manifest(manifest.canonical(), ["wire.backward=quant4:critical"])
+    first, last = jobs_of(run, 0), jobs_of(run, 1)
+    rate = 1e6
+
+    def critical() -> bool:
+        return is_critical(SendEstimate(0.0, *last.critical_times(rate)))
+
+    exact_s, compressed_s = last.critical_times(rate)
+    assert compressed_s < exact_s
+    assert critical()
+    run_chain(first, last, run, [0])
+    assert last.codec_times.seconds(True) > 0  # measured with the first message
+    assert last.critical_times(rate)[1] == pytest.approx(compressed_s + last.codec_times.seconds(True))
+    last.codec_times = CodecTimes()
+    last.codec_times.add(True, 2 * exact_s, lambda: None)
+    assert not critical()
+    last.codec_times.add(False, 3 * exact_s, lambda: None)
+    assert critical()

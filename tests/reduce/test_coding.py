@@ -12,10 +12,18 @@ from runs import small
 
 from swarmtrain.errors import ManifestError
 from swarmtrain.model.state import StageState
-from swarmtrain.reduce.coding import FactorRound, Reduced, StageCoder, gradient_spec, left_pieces, stage_elements
+from swarmtrain.reduce.coding import (
+    FactorRound,
+    Reduced,
+    StageCoder,
+    factor_pieces,
+    gradient_spec,
+    left_pieces,
+    stage_elements,
+)
 from swarmtrain.reduce.partition import owned_elements
 from swarmtrain.reduce.reduction import Lane, Reduction
-from swarmtrain.reduce.selective import StageCompression
+from swarmtrain.reduce.selective import PROBE_AFTER, StageCompression
 from swarmtrain.reduce.shares import EXACT, BadShare, CodedShares
 from swarmtrain.wire.messages import Prepare, RosterEntry
 
@@ -72,7 +80,12 @@ async def reduced_by_all(coders: list[StageCoder], shares: list[torch.Tensor | N
         form=[r.left_form for r in rounds],
     )
     vectors = [item.vector(left) for item, left in zip(rounds, lefts, strict=True)]
-    totals = await one_lane(vectors, stage_elements(layout, compress=True))
+    totals = await one_lane(
+        vectors,
+        stage_elements(layout, compress=True),
+        pieces=factor_pieces(layout, owned),
+        form=[item.form for item in rounds],
+    )
     return [item.reduced(left, total) for item, left, total in zip(rounds, lefts, totals, strict=True)]
 
 
@@ -160,6 +173,47 @@ def test_fewer_numbers_travel() -> None:
     assert len(form.pack(share, 0)) < len(EXACT.pack(share, 0)) / 100
 
 
+@pytest.mark.parametrize("owned", [0.0, 0.1, 0.5, 0.95])
+def test_right_factors_travel_as_32_bits_and_the_rest_as_whole_grid_steps(owned: float) -> None:
+    """Wherever one owner's part ends and the next one's begins."""
+    coder = StageCoder(state_of("powersgd2"))
+    layout, share = coder.layout, gradient(coder.layout.gradient_size, 1)
+    factors = coder.factors(share)
+    left = factors.left()
+    assert left is not None
+    assert len(factors.left_form.pack(left.numpy(), 0)) == 4 * left.numel()
+    vector = factors.vector(left)
+    assert vector is not None
+    cut_at = int(owned * vector.numel())
+    pieces = factor_pieces(layout, [cut_at, vector.numel() - cut_at])
+    assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
+    assert (pieces[0].start, pieces[-1].stop) == (0, vector.numel())
+    assert [piece.index for piece in pieces] == list(range(len(pieces)))
+    sizes = [len(factors.form.pack(vector[p.start : p.stop].numpy(), p.start)) for p in pieces]
+    rest = vector.numel() - layout.right_elements
+    assert 0 < layout.right_elements < vector.numel()
+    assert sum(sizes) == 4 * layout.right_elements + 5 * rest  # gradients below 2**-5
+
+
+@pytest.mark.parametrize("codec", ["topk64", "powersgd2"])
+@pytest.mark.parametrize(("pause", "is_used"), [(1, True), (2, True), (3, False)])
+def test_an_error_older_than_two_steps_is_not_used(codec: str, pause: int, is_used: bool) -> None:
+    """In between the stage went exactly, or the peer had no work."""
+    waiting, fresh = StageCoder(state_of(codec)), StageCoder(state_of(codec))
+    share = gradient(waiting.layout.gradient_size, 1)
+    waiting._state.step = 7
+    waiting.reset()
+    waiting.alone(share).commit()
+    if (right := waiting._state.right_factors) is not None and fresh._state.right_factors is not None:
+        fresh._state.right_factors.copy_(right)
+    waiting._state.step = 7 + pause
+    if codec == "topk64":
+        waiting.sliced(compress=True)[1]()  # no work: nothing is sent, nothing used
+    else:
+        waiting.factors(None)
+    assert torch.equal(waiting.alone(share).gradient, fresh.alone(share).gradient) is not is_used
+
+
 @pytest.mark.parametrize("codec", ["bf16", "int8", "topk64"])
 def test_damaged_shares_and_answers_are_refused(codec: str) -> None:
     coder = StageCoder(state_of(codec))
@@ -211,6 +265,37 @@ def test_compression_that_does_not_help_is_given_up() -> None:
     for _ in range(5):
         policy.took(0, 5.0, compressed=True)
     assert policy.choose() == frozenset()
+
+
+def choices(policy: StageCompression, times: dict[bool, float], num_steps: int) -> list[bool]:
+    """Whether stage 0 compresses in each of the next steps; its reductions take `times`, the others' half a second."""
+    found = []
+    for _ in range(num_steps):
+        chosen = policy.choose()
+        found.append(0 in chosen)
+        for stage in range(4):
+            policy.took(stage, times[stage in chosen] if stage == 0 else 0.5, compressed=stage in chosen)
+    return found
+
+
+def test_one_slow_step_does_not_keep_a_stage_compressed_for_ever() -> None:
+    policy = StageCompression(small("reduce.codec=int8", "reduce.selective=true"))
+    assert choices(policy, {False: 4.0, True: 0.3}, 3) == [False, True, True]
+    after = choices(policy, {False: 0.1, True: 0.3}, 2 * PROBE_AFTER)  # its line is good again
+    assert after[: PROBE_AFTER - 2] == [True] * (PROBE_AFTER - 2)
+    assert not any(after[PROBE_AFTER - 2 :])
+
+
+def test_a_line_that_stays_slow_is_measured_now_and_then() -> None:
+    policy = StageCompression(small("reduce.codec=int8", "reduce.selective=true"))
+    found = choices(policy, {False: 4.0, True: 0.3}, 1 + 3 * (PROBE_AFTER + 1))
+    assert found == [False, *([True] * PROBE_AFTER + [False]) * 3]
+
+
+def test_compression_that_was_slow_once_is_tried_again() -> None:
+    policy = StageCompression(small("reduce.codec=int8", "reduce.selective=true"))
+    assert choices(policy, {False: 4.0, True: 9.0}, 3) == [False, True, False]
+    assert any(choices(policy, {False: 4.0, True: 0.3}, PROBE_AFTER + 1))
 
 
 @pytest.mark.parametrize(("first", "last"), [(1, 1), (2, 1), (3, 2), (4, 4)])

@@ -5,8 +5,10 @@ Replica counts differ between the stages on purpose: a sum that only works for e
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from swarmtrain.checkpoint import Checkpoint
 from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
+from swarmtrain.data.prepare import PrepareOptions, prepare
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, Work
 
@@ -31,27 +34,34 @@ def small(*overrides: str) -> Manifest:
     return tiny(*STAGES, "schedule.steps=24", *overrides)
 
 
-def survives(swarm: Swarm, *, at_step: int) -> None:
-    """Kill a replica of stage 0 in the middle of the run; the run ends without it."""
+def survives(swarm: Swarm, *, at_step: int, stage: int = 0) -> dict[str, Any]:
+    """Kill a replica of a stage in the middle of the run, which ends without it; the victim's last status."""
     swarm.wait_serving()
     swarm.wait_step(at_step)
-    victim = swarm.living(0)[0]
-    assert len(swarm.living(0)) > 1
+    victim = swarm.living(stage)[0]
+    assert len(swarm.living(stage)) > 1
+    last_status = victim.status()
     victim.kill()
     swarm.wait_end()
     assert not victim.is_running
     assert swarm.events("peer_lost"), "nobody noticed that a peer died"
     assert len(swarm.losses()) == swarm.manifest.schedule.steps
+    return last_status
 
 
 def embedding(checkpoint: Checkpoint, stage: int) -> object:
     return checkpoint.load_stage(stage)["parameter/embedding.weight"]
 
 
-@pytest.mark.parametrize("kind", ["learned", pytest.param("subspace", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind",
+    ["learned", pytest.param("projected", marks=pytest.mark.long), pytest.param("subspace", marks=pytest.mark.long)],
+)
 def test_tied_embeddings_are_synchronized_in_one_group(place: Path, reference: References, kind: str) -> None:
-    """Two replicas of the first stage, one of the last; one of the two is killed on the way."""
-    manifest = small("model.tie_embeddings=true", f"boundary.kind={kind}")
+    """Through a codec; two replicas of the first stage, one of the last; one of the two is killed on the way."""
+    manifest = small(
+        "model.tie_embeddings=true", f"boundary.kind={kind}", "wire.forward=quant8", "wire.backward=quant8"
+    )
     with Swarm(manifest, place, num_peers=3) as swarm:
         survives(swarm, at_step=3)
         assert_equals_reference(swarm, reference(manifest))
@@ -59,31 +69,35 @@ def test_tied_embeddings_are_synchronized_in_one_group(place: Path, reference: R
     assert embedding(checkpoint, 0).equal(embedding(checkpoint, 1))  # type: ignore[attr-defined]
 
 
-def old_epochs_are_refused(swarm: Swarm, directory: Path) -> list[str]:
-    """What a peer whose subspace has not moved says to messages of other epochs. The run has not begun."""
-    status = swarm.coordinator.status()
+def test_all_stages_move_the_subspace_at_one_apply(place: Path, reference: References) -> None:
+    """Messages of another epoch are refused: of one that has not come yet, and of one that is over."""
+    manifest = small("boundary.track_every=2", "boundary.track_rate=0.5", "checkpoint.every=7")
     encoder = make_encoder(parse_spec("fp32"), boundary=0, direction=Direction.FORWARD)
-    context = MessageContext(0, Direction.FORWARD)
-    boundary = encoder.encode(torch.zeros(2, 32, 8), context).payload
+    boundary = encoder.encode(torch.zeros(2, 32, 8), MessageContext(0, Direction.FORWARD)).payload
     tokens = np.zeros((2, 33), "<u2").tobytes()
 
     async def attack(one: Intruder) -> list[str]:
-        found = []
-        for epoch in (1, 7):
-            work = Work(status["run"], status["term"], 1, 0, 0, epoch, False, (), tokens, boundary)
-            found.append(await one.refused(swarm.living(1)[0], work))
-        return found
+        """The run has not begun; then it moves on while this asks."""
+        target = swarm.living(1)[0]
 
-    return break_in(swarm, directory, attack)
+        async def refusal(step: int, epoch: int) -> str:
+            work = Work(status["run"], status["term"], 1, step, 0, epoch, False, (), tokens, boundary)
+            return await one.refused(target, work)
 
+        found = [await refusal(0, epoch) for epoch in (1, 7)]
+        await asyncio.to_thread(swarm.start_peer, 0)
+        event = await asyncio.to_thread(swarm.wait_step, 3)
+        late = Code.AHEAD.value
+        while late == Code.AHEAD:  # the step went by while the message was on its way
+            late = await refusal(event["step"] + 1, 0)
+            event = swarm.events("step_applied")[-1]
+        return [*found, late]
 
-def test_all_stages_move_the_subspace_at_one_apply(place: Path, reference: References) -> None:
-    manifest = small("boundary.track_every=2", "boundary.track_rate=0.5", "checkpoint.every=7")
     with Swarm(manifest, place, num_peers=2, min_peers=3) as swarm:
         swarm.wait_serving()
-        assert old_epochs_are_refused(swarm, place / "intruder") == [Code.STALE_BASIS, Code.STALE_BASIS]
-        swarm.start_peer(0)
-        survives(swarm, at_step=3)
+        status = swarm.coordinator.status()
+        assert break_in(swarm, place / "intruder", attack) == [Code.STALE_BASIS] * 3
+        survives(swarm, at_step=4)
         late = swarm.checkpoint()
     assert_equals_reference(swarm, reference(manifest))
     assert late.basis_epoch == 12
@@ -96,7 +110,8 @@ def test_all_stages_move_the_subspace_at_one_apply(place: Path, reference: Refer
     "codec", ["powersgd2", pytest.param("topk64", marks=pytest.mark.long), pytest.param("int8", marks=pytest.mark.long)]
 )
 def test_one_peer_per_stage_reduces_as_the_reference_does(place: Path, reference: References, codec: str) -> None:
-    manifest = small(f"reduce.codec={codec}")
+    """With checkpoints on the way: what is left out is forgotten there, by peers and reference alike."""
+    manifest = small(f"reduce.codec={codec}", "checkpoint.every=5")
     with Swarm(manifest, place, num_peers=2) as swarm:
         swarm.wait_end()
         assert_equals_reference(swarm, reference(manifest))
@@ -148,7 +163,7 @@ def test_gradients_are_compressed_where_their_receiver_would_wait(place: Path) -
         swarm.wait_end()
     assert_books_balance(swarm)
     compressed = [item["waited_for"] / (item["waited_for"] + item["hidden"]) for item in found]
-    assert compressed[0] < 0.5 < 0.9 < compressed[1], found
+    assert compressed[0] < 0.5 < 0.75 < compressed[1], found  # on a busy machine the first stage has more to do still
 
 
 def refusals(swarm: Swarm, code: str) -> int:
@@ -176,6 +191,26 @@ def test_sticky_codecs_train_in_a_swarm_and_survive_a_death(
     assert abs(swarm.losses()[-1] - reference(manifest).losses[-1]) < 0.3
 
 
+def test_aqsgd_sends_differences_when_samples_come_again(place: Path, reference: References) -> None:
+    """A corpus of one step's samples, and one peer per stage: key-frames at first, then differences only."""
+    num_samples, window = 12, 33
+    text, corpus = place / "text.txt", place / "corpus"
+    text.write_bytes(bytes(33 + index * index % 90 for index in range(num_samples * window)))
+    prepare(PrepareOptions((text,), corpus))
+    wires = ("wire.forward=aqsgd-quant4", "wire.backward=quant8", "boundary.kind=dense")
+    manifest = small(*wires, f"data.source={corpus}", "data.validation_fraction=0")
+    with Swarm(manifest, place, num_peers=2) as swarm:
+        swarm.wait_step(12)
+        made = swarm.living(0)[0].status()["sticky"]["forward"]
+        refused = refusals(swarm, "need-keyframe")
+        swarm.wait_end()
+    assert_books_balance(swarm)
+    assert made["key-frame"] <= 2 * num_samples  # the very first messages may have no partner yet
+    assert made["difference"] >= 10 * num_samples
+    assert refused == 0
+    assert abs(swarm.losses()[-1] - reference(manifest).losses[-1]) < 0.05
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("forward", "backward"),
@@ -190,9 +225,12 @@ def test_sticky_codecs_train_in_a_swarm_and_survive_a_death(
 def test_codecs_of_free_routes_train_in_a_swarm_and_survive_a_death(
     place: Path, reference: References, forward: str, backward: str
 ) -> None:
+    """With lazy error propagation it is a peer with a residual that dies."""
     manifest = small(f"wire.forward={forward}", f"wire.backward={backward}")
-    with Swarm(manifest, place, num_peers=3) as swarm:
-        survives(swarm, at_step=3)
+    has_residual = "lep" in backward
+    with Swarm(manifest, place, num_peers=4 if has_residual else 3) as swarm:
+        victim = survives(swarm, at_step=3, stage=1 if has_residual else 0)
+    assert (victim["residual_cosine"] is not None) is has_residual
     assert_books_balance(swarm)
     assert abs(swarm.losses()[-1] - reference(manifest).losses[-1]) < 0.3
     if (forward, backward) in (("topk50", "topk50"), ("minmax8", "bf16")):  # nothing is remembered: the same bits
