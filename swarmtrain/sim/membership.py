@@ -109,7 +109,7 @@ class Membership:
         if scenario.rebalance == "capacity":
             rate = link_rate(scenario, peer)
             return newcomer_stage(directory.capacities, scenario.costs, peer.speed, self._rng, rate)
-        if scenario.rebalance == "queue":
+        if scenario.rebalance == "queue" and not scenario.random_newcomers:
             loads = [0] * scenario.num_stages
             for member in directory.members:
                 loads[member.stage] += member.queue_length

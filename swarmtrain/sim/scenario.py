@@ -77,6 +77,7 @@ class Scenario:
     routing: str = "finish-time"
     rebalance: str = "capacity"
     rebalance_period_s: float = 300.0  # of the queue rule
+    random_newcomers: int = 0  # 1: by the queue rule only those move who are there, newcomers go anywhere
     fetch_first: int = 0  # 1: a mover serves its old stage until it has the new one's state; the daemons leave first
     rebalance_options: RebalanceOptions = field(default_factory=RebalanceOptions)
     directory_period_s: float = 20.0
