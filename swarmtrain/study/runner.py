@@ -13,6 +13,7 @@ from swarmtrain.errors import DivergedError, UsageError
 from swarmtrain.model.sizes import describe
 from swarmtrain.reference import ReferenceTrainer
 from swarmtrain.run.manifest import Manifest
+from swarmtrain.study.critical import SeldomCriticalBoundary
 from swarmtrain.study.links import TokenCosts
 from swarmtrain.study.methods import Method
 from swarmtrain.study.results import Point, RunResult, finite, load_result
@@ -68,8 +69,14 @@ class Study:
         started = time.monotonic()
         for number, (method, seed, manifest) in enumerate(missing):
 
-            def tell(step: int, loss: float, number: int = number, name: str = method.name, seed: int = seed) -> None:
-                steps = self.manifest.schedule.steps
+            def tell(
+                step: int,
+                loss: float,
+                number: int = number,
+                name: str = method.name,
+                seed: int = seed,
+                steps: int = manifest.schedule.steps,
+            ) -> None:
                 done = number + step / steps
                 left_s = (time.monotonic() - started) / done * (len(missing) - done)
                 on_step(Progress(name, seed, number + 1, len(missing), step, steps, loss, left_s))
@@ -94,6 +101,11 @@ class Study:
 def train_one(method: Method, seed: int, manifest: Manifest, tell: Callable[[int, float], None]) -> RunResult:
     """One training. A run that diverges is a result, too."""
     trainer = ReferenceTrainer(manifest)
+    if method.critical_every > 1:
+        trainer.boundaries = [
+            SeldomCriticalBoundary(trainer.codecs, boundary.index, method.critical_every)
+            for boundary in trainer.boundaries
+        ]
     points: list[Point] = []
     loss, problem, compute_s = float("nan"), "", 0.0
     every = manifest.validation.every
