@@ -13,9 +13,11 @@ from swarmtrain.study.results import RunResult
 def common_stage_s(results: Sequence[RunResult]) -> float:
     """Seconds of computing per token and stage, one number for all methods: the median of what was measured.
 
-    A method's own measurement says more about what else the machine did than about the method.
+    A method's own measurement says more about what else the machine did than about the method. Runs that diverged have
+    measured little; they count only if there are no others.
     """
-    return statistics.median(result.costs.stage_s for result in results)
+    finished = [result for result in results if not result.diverged] or results
+    return statistics.median(result.costs.stage_s for result in finished)
 
 
 def projected_seconds(result: RunResult, stage_s: float, bytes_per_s: float, tokens: int) -> float:

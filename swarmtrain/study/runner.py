@@ -149,19 +149,20 @@ def _loss(trainer: ReferenceTrainer, *, use_codec: bool) -> float | None:
 
 
 def _costs(trainer: ReferenceTrainer, compute_s: float) -> TokenCosts:
-    """Means over the run, of one token on one stage and one boundary."""
+    """Means over the run, of one token on one stage and one boundary. A run may have ended amid a step."""
     manifest = trainer.manifest
+    tokens_per_message = manifest.model.sequence_length * manifest.batch.sequences_per_microbatch
     tokens = max(1, trainer.steps_done) * manifest.tokens_per_step
-    num_boundaries = max(1, len(trainer.boundaries))
     ways = {way: [boundary.traffic[way] for boundary in trainer.boundaries] for way in Direction}
-    codec_s = sum(item.encode_s + item.decode_s for items in ways.values() for item in items)
-    per_boundary = {way: sum(item.num_bytes for item in items) / num_boundaries for way, items in ways.items()}
+    sent = {way: max(1, sum(item.num_messages for item in items)) * tokens_per_message for way, items in ways.items()}
+    codec_s = {way: sum(item.encode_s + item.decode_s for item in items) for way, items in ways.items()}
+    num_bytes = {way: sum(item.num_bytes for item in items) / sent[way] for way, items in ways.items()}
     # A stage encodes and decodes once in each direction; what is left of the run is the stages' own work.
     return TokenCosts(
-        stage_s=max(0.0, compute_s - codec_s) / tokens / manifest.stages.count,
-        codec_s=codec_s / tokens / num_boundaries,
-        forward_bytes=per_boundary[Direction.FORWARD] / tokens,
-        backward_bytes=per_boundary[Direction.BACKWARD] / tokens,
+        stage_s=max(0.0, compute_s - sum(codec_s.values())) / tokens / manifest.stages.count,
+        codec_s=sum(codec_s[way] / sent[way] for way in Direction),
+        forward_bytes=num_bytes[Direction.FORWARD],
+        backward_bytes=num_bytes[Direction.BACKWARD],
     )
 
 

@@ -117,10 +117,10 @@ def as_csv(table: Sequence[Row]) -> str:
 
 
 def as_markdown(table: Sequence[Row]) -> str:
-    """For people: losses and gaps with the lowest and the highest, bytes, microseconds per token, minutes per link."""
+    """For people: losses and gaps with the lowest and the highest, bytes, microseconds per token, seconds per link."""
     lines = [
         "| method | parameters | validation loss (lowest - highest) | gap to `dense`, same seeds | codec off "
-        "| bytes/token forward, backward | codec µs/token | min at 20, 80, 500 Mbit/s, 100 Gbit/s "
+        "| bytes/token forward, backward | codec µs/token | seconds at 20, 80, 500 Mbit/s, 100 Gbit/s "
         "| loss at equal time, 20, 80 Mbit/s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -135,7 +135,7 @@ def as_markdown(table: Sequence[Row]) -> str:
             _number(row.val_loss_codec_off, ".3f"),
             f"{row.forward_bytes_per_token:.1f}, {row.backward_bytes_per_token:.1f}",
             f"{row.encode_decode_us_per_token:.1f}",
-            ", ".join(f"{60 * value:.2f}" for value in hours),
+            "-" if row.val_loss is None else ", ".join(f"{3600 * value:,.1f}" for value in hours),
             ", ".join(_number(value, ".3f") for value in equal_time),
         ]
         lines.append(f"| {' | '.join(cells)} |")

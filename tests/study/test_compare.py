@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarmtrain.study.compare import loss_at, paired_gaps, shortest_s
+from swarmtrain.study.compare import common_stage_s, loss_at, paired_gaps, shortest_s
 from swarmtrain.study.links import TokenCosts
 from swarmtrain.study.results import Point, RunResult, as_lines, from_lines
 from swarmtrain.study.tables import as_markdown, rows
@@ -56,6 +56,13 @@ def test_equal_time_is_the_end_of_the_first_method_that_saw_all_tokens() -> None
     assert shortest_s([*dense, small, short, broken], 0.01, RATE) == 1.5
     assert shortest_s([*dense, small], 0.03, RATE) == 3.0
     assert shortest_s([broken], 0.01, RATE) == 0.0
+
+
+def test_runs_that_diverged_do_not_say_how_long_computing_takes() -> None:
+    done = run("dense", 1, 2.0)
+    broken = [replace(run("quant2", seed, None), costs=replace(done.costs, stage_s=0.0)) for seed in (1, 2, 3)]
+    assert common_stage_s([done, *broken]) == 9.0
+    assert common_stage_s(broken) == 0.0
 
 
 def test_what_diverged_is_shown_with_its_steps() -> None:
