@@ -53,6 +53,13 @@ def study(
     steps: StepsOption = None,
     set_: SetOption = None,
     link: Annotated[LinkName, typer.Option(help="For the plot of loss against time.")] = LinkName.home,
+    stage_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Computing of one stage per token, for projected time. Without it: the median of all trainings.",
+        ),
+    ] = None,
     plots: Annotated[bool, typer.Option(help="Draw plots (needs matplotlib).")] = True,
     as_json: JsonOption = False,
     threads: ThreadsOption = None,
@@ -72,21 +79,23 @@ def study(
         show.note(f"{len(known)} trainings were finished before")
     for result in run.train(show.step):
         show.result(result)
-    _write(run.results(), out, link if plots else None, show)
+    _write(run.results(), out, link if plots else None, stage_seconds, show)
 
 
-def _write(results: list[RunResult], out: Path, link: str | None, show: _Show) -> None:
+def _write(results: list[RunResult], out: Path, link: str | None, stage_s: float | None, show: _Show) -> None:
     from swarmtrain.study.plots import draw
+    from swarmtrain.study.results import as_lines
     from swarmtrain.study.tables import as_csv, as_markdown, rows
 
-    table = rows(results)
+    table = rows(results, stage_s)
+    texts = {"study.csv": as_csv(table), "study.md": as_markdown(table), "study.jsonl": as_lines(results)}
     try:
-        (out / "study.csv").write_text(as_csv(table))
-        (out / "study.md").write_text(as_markdown(table))
-        drawn = draw(results, out, link) if link is not None else []
+        for name, text in texts.items():
+            (out / name).write_text(text)
+        drawn = draw(results, out, link, stage_s) if link is not None else []
     except OSError as error:
         raise StorageError(f"cannot write to {out}: {error.strerror}", fix="choose another --out") from error
-    show.done([out / "study.csv", out / "study.md", *drawn])
+    show.done([*(out / name for name in texts), *drawn])
 
 
 class _Show:

@@ -1,10 +1,12 @@
 """Method names: what the study compares, as a text that becomes a manifest.
 
     dense  subspace  projected  learned  matched     boundary kinds; a number is the width k, as in subspace16
-    subspace8-tracked50                              with the subspace moved every 50 steps
+    subspace8-tracked50-rate2                        with the subspace moved every 50 steps, at this boundary.track_rate
+    projected4-lr0.5  dense-steps60                  with half the learning rate; with a schedule of 60 steps
     fp16  quant4  topk10  ef21-topk10  lowrank8-lep  codecs (docs/codecs.md), on a dense boundary
     quant4/quant8                                    forward and backward apart
     subspace+quant8  learned16+quant4/quant8         a codec on another boundary
+    lowrank4-lep:critical@4                          messages are critical in every fourth step only
 
 `matched` is the subspace with boundary.match_parameters.
 """
@@ -20,10 +22,14 @@ from swarmtrain.codec.errors import CodecSpecError
 from swarmtrain.errors import UsageError
 from swarmtrain.run.manifest import Manifest, parse_manifest
 
-_KIND = re.compile(r"(dense|subspace|projected|learned|matched)(\d{1,5})?(?:-tracked(\d{1,6}))?", re.ASCII)
+_KIND = re.compile(r"(dense|subspace|projected|learned|matched)(\d{1,5})?((?:-[a-z]+[0-9.]+)*)", re.ASCII)
+_CHANGE = re.compile(r"-(?:(tracked|steps)(\d{1,6})|(rate|lr)(\d{1,4}(?:\.\d{1,6})?))", re.ASCII)
+_EVERY = re.compile(r"(.*:(?:.*,)?critical)@(\d{1,6})", re.ASCII)
+_OPTION = re.compile(r"(carry|critical(@\d+)?|(group|values|factors|key)=[a-z0-9]+)", re.ASCII)
 _ALLOWED = (
     "a method is dense, subspace, projected, learned or matched (a number after it is k; -trackedN moves the subspace "
-    "every N steps), a codec as in quant4 or quant4/quant8, or both joined by +"
+    "every N steps, -rateX that far; -lrX multiplies the learning rate, -stepsN trains N steps), a codec as in quant4 "
+    "or quant4/quant8, or both joined by +; a codec with :critical may end in @N"
 )
 
 
@@ -35,14 +41,24 @@ class Method:
     kind: str  # of the boundary
     k: int | None  # None: as in the manifest
     track_every: int
+    track_rate: float | None  # None: as in the manifest
+    lr_factor: float  # times the manifest's learning rate
+    steps: int | None  # None: as in the manifest
     match_parameters: bool
     forward: str
     backward: str
+    critical_every: int  # of so many steps one has critical messages
 
     @property
     def file_name(self) -> str:
         """The name, fit for a file."""
-        return self.name.replace("/", "_per_").replace(":", "_").replace(",", "_").replace("=", "_")
+        return (
+            self.name.replace("/", "_per_")
+            .replace(":", "_")
+            .replace(",", "_")
+            .replace("=", "_")
+            .replace("@", "_every_")
+        )
 
     def applied_to(self, manifest: Manifest, *, seed: int) -> Manifest:
         """The run that this method stands for. Checked as every manifest is: errors name the key."""
@@ -51,10 +67,14 @@ class Method:
             kind=self.kind,
             k=manifest.boundary.k if self.k is None else self.k,
             track_every=self.track_every,
+            track_rate=manifest.boundary.track_rate if self.track_rate is None else self.track_rate,
             match_parameters=self.match_parameters,
         )
+        optimizer, schedule = manifest.optimizer, manifest.schedule
         changed = replace(
             manifest,
+            optimizer=replace(optimizer, learning_rate=optimizer.learning_rate * self.lr_factor),
+            schedule=replace(schedule, steps=schedule.steps if self.steps is None else self.steps),
             run=replace(manifest.run, seed=seed),
             boundary=boundary,
             wire=replace(manifest.wire, forward=self.forward, backward=self.backward),
@@ -68,7 +88,9 @@ class Method:
 
 def parse_method(text: str) -> Method:
     """The method that `text` names. Raises UsageError that says what is allowed."""
-    head, plus, tail = text.strip().partition("+")
+    name = text.strip()
+    scheduled = _EVERY.fullmatch(name)
+    head, plus, tail = (scheduled[1] if scheduled else name).partition("+")
     kind = _KIND.fullmatch(head)
     if kind is None and plus:
         raise UsageError(f"method {text!r}: {head!r} is no boundary kind", fix=_ALLOWED)
@@ -79,18 +101,44 @@ def parse_method(text: str) -> Method:
         pair = parse_pair(codec or "fp32")
     except CodecSpecError as error:
         raise UsageError(f"method {text!r}: {error}", fix=_ALLOWED) from error
-    name, width, tracked = kind.groups() if kind is not None else ("dense", None, None)
-    if name == "dense" and (width or tracked):
+    boundary, width, tail = kind.groups() if kind is not None else ("dense", None, "")
+    changes = _changes(text, tail)
+    if boundary == "dense" and (width or "tracked" in changes):
         raise UsageError(f"method {text!r}: dense has neither a width nor a subspace", fix=_ALLOWED)
+    if "rate" in changes and "tracked" not in changes:
+        raise UsageError(f"method {text!r}: -rate is that of -tracked, which is missing", fix=_ALLOWED)
+    every = int(scheduled[2]) if scheduled else 1
+    if every < 1:
+        raise UsageError(f"method {text!r}: @ counts steps from 1", fix=_ALLOWED)
     return Method(
-        name=text.strip(),
-        kind="subspace" if name == "matched" else name,
+        name=name,
+        kind="subspace" if boundary == "matched" else boundary,
         k=int(width) if width else None,
-        track_every=int(tracked) if tracked else 0,
-        match_parameters=name == "matched",
+        track_every=int(changes.get("tracked", 0)),
+        track_rate=changes.get("rate"),
+        lr_factor=changes.get("lr", 1.0),
+        steps=int(changes["steps"]) if "steps" in changes else None,
+        match_parameters=boundary == "matched",
         forward=str(pair.forward),
         backward=str(pair.backward),
+        critical_every=every,
     )
+
+
+def _changes(text: str, tail: str) -> dict[str, float]:
+    """What the endings of a boundary kind say."""
+    found: dict[str, float] = {}
+    position = 0
+    while position < len(tail):
+        change = _CHANGE.match(tail, position)
+        if change is None:
+            raise UsageError(f"method {text!r}: {tail[position:]!r} is not known", fix=_ALLOWED)
+        word, number = (change[1], change[2]) if change[1] else (change[3], change[4])
+        if word in found:
+            raise UsageError(f"method {text!r}: -{word} is given twice", fix=_ALLOWED)
+        found[word] = float(number)
+        position = change.end()
+    return found
 
 
 def parse_methods(text: str) -> list[Method]:
@@ -110,7 +158,7 @@ def _split(text: str) -> list[str]:
     """The items. A comma also joins the options of a codec: an option after a comma belongs to the item before."""
     items: list[str] = []
     for piece in text.split(","):
-        is_option = re.fullmatch(r"(carry|critical|(group|values|factors|key)=[a-z0-9]+)", piece.strip()) is not None
+        is_option = _OPTION.fullmatch(piece.strip()) is not None
         if is_option and items and ":" in items[-1]:
             items[-1] += f",{piece.strip()}"
         elif piece.strip():

@@ -7,29 +7,29 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swarmtrain.errors import UsageError
+from swarmtrain.study.compare import common_stage_s, projected_seconds
 from swarmtrain.study.links import LINKS
 from swarmtrain.study.results import RunResult
-from swarmtrain.study.tables import common_compute_s, projected_seconds
 
 _SIZE = (9.0, 6.0)
 Position = Callable[[RunResult, int], float]  # where on the horizontal axis a run is after so many tokens
 
 
-def draw(results: Sequence[RunResult], directory: Path, link: str) -> list[Path]:
-    """Write the three plots as PNG; returns where they lie."""
+def draw(results: Sequence[RunResult], directory: Path, link: str, stage_s: float | None = None) -> list[Path]:
+    """Write the three plots as PNG; returns where they lie. `stage_s` as in `tables.rows`."""
     try:
         import matplotlib
     except ImportError as error:
         raise UsageError("plots need matplotlib", fix="pip install 'swarmtrain[study]', or --no-plots") from error
     matplotlib.use("Agg")
     names = list(dict.fromkeys(result.method for result in results))
-    compute_s = common_compute_s(results)
+    common_s = common_stage_s(results) if stage_s is None else stage_s
 
     def by_tokens(result: RunResult, tokens: int) -> float:
         return float(tokens)
 
     def by_hours(result: RunResult, tokens: int) -> float:
-        return projected_seconds(result, compute_s[result.method], LINKS[link], tokens) / 3600.0
+        return projected_seconds(result, common_s, LINKS[link], tokens) / 3600.0
 
     def by_bytes(result: RunResult, tokens: int) -> float:
         return tokens * (result.costs.forward_bytes + result.costs.backward_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,13 +53,27 @@ class RunResult:
 def load_result(path: Path) -> RunResult:
     """Read what `RunResult.save` wrote; StorageError if it is something else."""
     try:
-        raw = json.loads(path.read_text())
-        points = tuple(Point(**item) for item in raw.pop("points"))
-        return RunResult(points=points, costs=TokenCosts(**raw.pop("costs")), **raw)
+        return _result(path.read_text())
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(
             f"{path} is not a result of this study: {error}", fix="remove it to train it again"
         ) from error
+
+
+def as_lines(results: Sequence[RunResult]) -> str:
+    """All results as text, one JSON object per line: everything that tables and plots are made from."""
+    return "".join(json.dumps(asdict(result)) + "\n" for result in results)
+
+
+def from_lines(text: str) -> list[RunResult]:
+    """What `as_lines` wrote."""
+    return [_result(line) for line in text.splitlines()]
+
+
+def _result(text: str) -> RunResult:
+    raw = json.loads(text)
+    points = tuple(Point(**item) for item in raw.pop("points"))
+    return RunResult(points=points, costs=TokenCosts(**raw.pop("costs")), **raw)
 
 
 def finite(value: float | None) -> float | None:

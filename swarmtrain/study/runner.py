@@ -13,6 +13,7 @@ from swarmtrain.errors import DivergedError, UsageError
 from swarmtrain.model.sizes import describe
 from swarmtrain.reference import ReferenceTrainer
 from swarmtrain.run.manifest import Manifest
+from swarmtrain.study.critical import SeldomCriticalBoundary
 from swarmtrain.study.links import TokenCosts
 from swarmtrain.study.methods import Method
 from swarmtrain.study.results import Point, RunResult, finite, load_result
@@ -68,8 +69,14 @@ class Study:
         started = time.monotonic()
         for number, (method, seed, manifest) in enumerate(missing):
 
-            def tell(step: int, loss: float, number: int = number, name: str = method.name, seed: int = seed) -> None:
-                steps = self.manifest.schedule.steps
+            def tell(
+                step: int,
+                loss: float,
+                number: int = number,
+                name: str = method.name,
+                seed: int = seed,
+                steps: int = manifest.schedule.steps,
+            ) -> None:
                 done = number + step / steps
                 left_s = (time.monotonic() - started) / done * (len(missing) - done)
                 on_step(Progress(name, seed, number + 1, len(missing), step, steps, loss, left_s))
@@ -94,6 +101,11 @@ class Study:
 def train_one(method: Method, seed: int, manifest: Manifest, tell: Callable[[int, float], None]) -> RunResult:
     """One training. A run that diverges is a result, too."""
     trainer = ReferenceTrainer(manifest)
+    if method.critical_every > 1:
+        trainer.boundaries = [
+            SeldomCriticalBoundary(trainer.codecs, boundary.index, method.critical_every)
+            for boundary in trainer.boundaries
+        ]
     points: list[Point] = []
     loss, problem, compute_s = float("nan"), "", 0.0
     every = manifest.validation.every
@@ -137,19 +149,20 @@ def _loss(trainer: ReferenceTrainer, *, use_codec: bool) -> float | None:
 
 
 def _costs(trainer: ReferenceTrainer, compute_s: float) -> TokenCosts:
-    """Means over the run, of one token on one stage and one boundary."""
+    """Means over the run, of one token on one stage and one boundary. A run may have ended amid a step."""
     manifest = trainer.manifest
+    tokens_per_message = manifest.model.sequence_length * manifest.batch.sequences_per_microbatch
     tokens = max(1, trainer.steps_done) * manifest.tokens_per_step
-    num_boundaries = max(1, len(trainer.boundaries))
     ways = {way: [boundary.traffic[way] for boundary in trainer.boundaries] for way in Direction}
-    codec_s = sum(item.encode_s + item.decode_s for items in ways.values() for item in items)
-    per_boundary = {way: sum(item.num_bytes for item in items) / num_boundaries for way, items in ways.items()}
+    sent = {way: max(1, sum(item.num_messages for item in items)) * tokens_per_message for way, items in ways.items()}
+    codec_s = {way: sum(item.encode_s + item.decode_s for item in items) for way, items in ways.items()}
+    num_bytes = {way: sum(item.num_bytes for item in items) / sent[way] for way, items in ways.items()}
     # A stage encodes and decodes once in each direction; what is left of the run is the stages' own work.
     return TokenCosts(
-        stage_s=max(0.0, compute_s - codec_s) / tokens / manifest.stages.count,
-        codec_s=codec_s / tokens / num_boundaries,
-        forward_bytes=per_boundary[Direction.FORWARD] / tokens,
-        backward_bytes=per_boundary[Direction.BACKWARD] / tokens,
+        stage_s=max(0.0, compute_s - sum(codec_s.values())) / tokens / manifest.stages.count,
+        codec_s=sum(codec_s[way] / sent[way] for way in Direction),
+        forward_bytes=num_bytes[Direction.FORWARD],
+        backward_bytes=num_bytes[Direction.BACKWARD],
     )
 
 

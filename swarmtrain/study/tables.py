@@ -1,4 +1,4 @@
-"""The study's table: one row per method, means over its seeds with their spread. As CSV and as Markdown."""
+"""The study's table: one row per method, means over its seeds with the lowest and the highest. As CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -8,21 +8,32 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from swarmtrain.study.links import LINKS, TokenCosts, seconds_per_token
+from swarmtrain.study.compare import common_stage_s, loss_at, paired_gaps, projected_seconds, shortest_s
+from swarmtrain.study.links import LINKS
 from swarmtrain.study.results import RunResult
+
+BASELINE = "dense"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method. Spreads are from the smallest to the largest seed; None where too few seeds finished."""
+    """One method. Gaps are to `dense`, between runs of the same seed. None: no run finished, or there is no baseline.
+
+    *_at_equal_time: the loss when the first method of the table has seen all tokens over such links.
+    """
 
     method: str
     seeds: int
     diverged: int
+    diverged_at_steps: str
     parameters: int
     tokens: int
     val_loss: float | None
-    val_loss_spread: float | None
+    val_loss_lowest: float | None
+    val_loss_highest: float | None
+    gap: float | None
+    gap_lowest: float | None
+    gap_highest: float | None
     val_loss_codec_off: float | None
     forward_bytes_per_token: float
     backward_bytes_per_token: float
@@ -32,58 +43,64 @@ class Row:
     hours_80mbit: float
     hours_500mbit: float
     hours_100gbit: float
+    val_loss_at_equal_time_20mbit: float | None
+    val_loss_at_equal_time_80mbit: float | None
 
 
-def rows(results: Sequence[RunResult]) -> list[Row]:
-    """The table, in the order in which methods first appear."""
-    compute_s = common_compute_s(results)
+def rows(results: Sequence[RunResult], stage_s: float | None = None) -> list[Row]:
+    """The table, in the order in which methods first appear.
+
+    `stage_s` is a stage's computing per token, the same for all methods; without it, the median of all runs.
+    """
+    if not results:
+        return []
+    common_s = common_stage_s(results) if stage_s is None else stage_s
+    ends = {name: shortest_s(results, common_s, rate) for name, rate in LINKS.items()}
+    baseline = [result for result in results if result.method == BASELINE]
     return [
-        _row([result for result in results if result.method == name], compute_s)
+        _row([result for result in results if result.method == name], baseline, common_s, ends)
         for name in dict.fromkeys(result.method for result in results)
     ]
 
 
-def common_compute_s(results: Sequence[RunResult]) -> dict[str, float]:
-    """Seconds per token of one stage, by method: the median over its seeds, since a busy machine disturbs some."""
-    by_method: dict[str, list[float]] = {}
-    for result in results:
-        by_method.setdefault(result.method, []).append(result.costs.stage_s)
-    return {name: statistics.median(values) for name, values in by_method.items()}
-
-
-def projected_seconds(result: RunResult, compute_s: float, bytes_per_s: float, tokens: int) -> float:
-    """How long `tokens` tokens take over such links."""
-    costs = TokenCosts(compute_s, result.costs.codec_s, result.costs.forward_bytes, result.costs.backward_bytes)
-    return tokens * seconds_per_token(costs, bytes_per_s)
-
-
-def _row(results: list[RunResult], compute_s: dict[str, float]) -> Row:
+def _row(results: list[RunResult], baseline: list[RunResult], stage_s: float, ends: dict[str, float]) -> Row:
     first = results[0]
-    own_s = compute_s[first.method]
     losses = [result.val_loss for result in results if result.val_loss is not None]
     off = [result.val_loss_codec_off for result in results if result.val_loss_codec_off is not None]
+    gaps = paired_gaps(results, baseline) if first.method != BASELINE else []
     tokens = max(result.tokens for result in results)
     hours = {
-        name: statistics.fmean(projected_seconds(result, own_s, rate, tokens) for result in results) / 3600.0
+        name: statistics.fmean(projected_seconds(result, stage_s, rate, tokens) for result in results) / 3600.0
         for name, rate in LINKS.items()
     }
+    at_equal_time = {
+        name: [loss_at(result, stage_s, LINKS[name], ends[name]) for result in results] for name in ("20mbit", "80mbit")
+    }
+    failed = [result for result in results if result.val_loss is None]
     return Row(
         method=first.method,
         seeds=len(results),
-        diverged=sum(result.val_loss is None for result in results),
+        diverged=len(failed),
+        diverged_at_steps=" ".join(str(result.steps) for result in failed),
         parameters=first.num_trained,
         tokens=tokens,
-        val_loss=statistics.fmean(losses) if losses else None,
-        val_loss_spread=max(losses) - min(losses) if len(losses) > 1 else None,
-        val_loss_codec_off=statistics.fmean(off) if off else None,
+        val_loss=_mean(losses),
+        val_loss_lowest=min(losses, default=None),
+        val_loss_highest=max(losses, default=None),
+        gap=_mean(gaps),
+        gap_lowest=min(gaps, default=None),
+        gap_highest=max(gaps, default=None),
+        val_loss_codec_off=_mean(off),
         forward_bytes_per_token=statistics.fmean(result.costs.forward_bytes for result in results),
         backward_bytes_per_token=statistics.fmean(result.costs.backward_bytes for result in results),
         encode_decode_us_per_token=1e6 * statistics.median(result.costs.codec_s for result in results),
-        compute_us_per_token=1e6 * own_s,
+        compute_us_per_token=1e6 * stage_s,
         hours_20mbit=hours["20mbit"],
         hours_80mbit=hours["80mbit"],
         hours_500mbit=hours["500mbit"],
         hours_100gbit=hours["100gbit"],
+        val_loss_at_equal_time_20mbit=_mean_of_all(at_equal_time["20mbit"]),
+        val_loss_at_equal_time_80mbit=_mean_of_all(at_equal_time["80mbit"]),
     )
 
 
@@ -100,31 +117,59 @@ def as_csv(table: Sequence[Row]) -> str:
 
 
 def as_markdown(table: Sequence[Row]) -> str:
-    """For people: losses with their spread, bytes, times in microseconds per token, minutes per link."""
+    """For people: losses and gaps with the lowest and the highest, bytes, microseconds per token, seconds per link."""
     lines = [
-        "| method | seeds | parameters | validation loss | spread | codec off | bytes/token forward | backward "
-        "| codec µs/token | stage µs/token | min 20 Mbit/s | 80 Mbit/s | 500 Mbit/s | 100 Gbit/s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| method | parameters | validation loss (lowest - highest) | gap to `dense`, same seeds | codec off "
+        "| bytes/token forward, backward | codec µs/token | seconds at 20, 80, 500 Mbit/s, 100 Gbit/s "
+        "| loss at equal time, 20, 80 Mbit/s |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in table:
-        seeds = f"{row.seeds}" + (f" ({row.diverged} diverged)" if row.diverged else "")
-        minutes = [60 * hours for hours in (row.hours_20mbit, row.hours_80mbit, row.hours_500mbit, row.hours_100gbit)]
+        hours = (row.hours_20mbit, row.hours_80mbit, row.hours_500mbit, row.hours_100gbit)
+        equal_time = (row.val_loss_at_equal_time_20mbit, row.val_loss_at_equal_time_80mbit)
         cells = [
             f"`{row.method}`",
-            seeds,
             f"{row.parameters:,}",
-            _number(row.val_loss, ".4f"),
-            _number(row.val_loss_spread, ".4f"),
-            _number(row.val_loss_codec_off, ".4f"),
-            f"{row.forward_bytes_per_token:.1f}",
-            f"{row.backward_bytes_per_token:.1f}",
-            f"{row.encode_decode_us_per_token:.2f}",
-            f"{row.compute_us_per_token:.2f}",
-            *[f"{value:.3g}" for value in minutes],
+            _loss(row),
+            _span(row.gap, row.gap_lowest, row.gap_highest, "+.3f"),
+            _number(row.val_loss_codec_off, ".3f"),
+            f"{row.forward_bytes_per_token:.1f}, {row.backward_bytes_per_token:.1f}",
+            f"{row.encode_decode_us_per_token:.1f}",
+            "-" if row.val_loss is None else ", ".join(f"{3600 * value:,.1f}" for value in hours),
+            ", ".join(_number(value, ".3f") for value in equal_time),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
+def _loss(row: Row) -> str:
+    """The loss, or where it ended; a note if some seeds diverged."""
+    if not row.diverged:
+        return _span(row.val_loss, row.val_loss_lowest, row.val_loss_highest, ".3f")
+    where = f"at step {row.diverged_at_steps.replace(' ', ', ')}"
+    if row.val_loss is None:
+        return f"diverged {where}"
+    found = _span(row.val_loss, row.val_loss_lowest, row.val_loss_highest, ".3f")
+    return f"{found}; {row.diverged} of {row.seeds} diverged {where}"
+
+
+def _span(value: float | None, lowest: float | None, highest: float | None, form: str) -> str:
+    if value is None or lowest is None or highest is None:
+        return "-"
+    if lowest == highest:
+        return format(value, form)
+    return f"{value:{form}} ({lowest:{form}} - {highest:{form}})"
+
+
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _mean_of_all(values: Sequence[float | None]) -> float | None:
+    """None unless every seed has a value: means over other seeds than the row's would mislead."""
+    known = [value for value in values if value is not None]
+    return _mean(known) if len(known) == len(values) else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swarmtrain.errors import ManifestError, UsageError
@@ -52,10 +54,42 @@ def test_matched_and_tracked_are_subspaces() -> None:
     assert (tracked.boundary.kind, tracked.boundary.track_every) == ("subspace", 50)
 
 
+def test_endings_change_what_they_name_and_nothing_else() -> None:
+    base = preset("nano")
+    plain = parse_method("subspace4").applied_to(base, seed=0)
+    tracked = parse_method("subspace4-tracked10-rate2.5").applied_to(base, seed=0)
+    assert (tracked.boundary.track_every, tracked.boundary.track_rate) == (10, 2.5)
+    slower = parse_method("subspace4-lr0.25-steps60").applied_to(base, seed=0)
+    assert slower.optimizer.learning_rate == base.optimizer.learning_rate / 4
+    assert slower.schedule.steps == 60
+    assert replace(tracked, boundary=plain.boundary) == plain
+    assert replace(slower, optimizer=plain.optimizer, schedule=plain.schedule) == plain
+    both = parse_method("dense-steps60+quant4").applied_to(base, seed=0)
+    assert (both.schedule.steps, both.wire.forward) == (60, "quant4")
+
+
+def test_at_says_how_often_messages_are_critical() -> None:
+    found = parse_methods("lowrank4-lep:critical@4,lowrank4-lep:carry,critical@12,lowrank4:critical")
+    assert [(method.critical_every, method.backward) for method in found] == [
+        (4, "lowrank4-lep:critical"),
+        (12, "lowrank4-lep:carry,critical"),
+        (1, "lowrank4:critical"),
+    ]
+
+
 @pytest.mark.parametrize(
     "name",
     [
         " , ",
+        "quant4@4",
+        "lowrank4:critical@0",
+        "lowrank4:critical@",
+        "subspace4-rate2",
+        "dense-tracked5-rate2",
+        "subspace4-lr1..2",
+        "subspace4-lr",
+        "subspace4-lr2-lr2",
+        "subspace4-foo2",
         "subspac",
         "quant5",
         "subspace+",
@@ -100,7 +134,9 @@ def test_a_method_given_twice_is_refused() -> None:
 
 
 def test_file_names_are_distinct_and_plain() -> None:
-    methods = parse_methods("quant4/quant8,quant4,topk5:values=int8,lowrank8-lep:carry,subspace+quant8")
+    methods = parse_methods(
+        "quant4/quant8,quant4,topk5:values=int8,lowrank8-lep:carry,subspace+quant8,lowrank4:critical,lowrank4:critical@4"
+    )
     names = [method.file_name for method in methods]
     assert len(set(names)) == len(names)
-    assert not [name for name in names if set(name) & set("/:,=\\")]
+    assert not [name for name in names if set(name) & set("/:,=@\\")]

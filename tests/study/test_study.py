@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -65,8 +66,10 @@ def test_the_table_has_losses_and_bytes(finished: Study) -> None:
     assert quant.forward_bytes_per_token < quant.backward_bytes_per_token < dense.backward_bytes_per_token / 3
     assert dense.val_loss == dense.val_loss_codec_off
     assert table["topk25"].val_loss != table["topk25"].val_loss_codec_off
-    assert dense.val_loss_spread is not None
-    assert dense.val_loss_spread > 0
+    assert dense.val_loss_lowest is not None
+    assert dense.val_loss_highest is not None
+    assert dense.val_loss_lowest < dense.val_loss_highest
+    assert sub.parameters < dense.parameters == quant.parameters
     assert all(row.seeds == 2 and row.diverged == 0 for row in table.values())
 
 
@@ -111,10 +114,44 @@ def test_a_damaged_result_is_named(finished: Study, tmp_path: Path) -> None:
 def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
     wild = study(tmp_path, "dense", "optimizer.learning_rate=1000.0", "optimizer.clip_norm=0.0", seeds=1)
     (result,) = list(wild.train(ignore))
-    if not result.diverged:  # it may also end with a loss that is merely terrible
-        assert result.val_loss is None or result.val_loss > 5.0
+    assert result.diverged
+    assert result.val_loss is None
+    assert result.steps < 4
     (row,) = rows(wild.results())
     assert as_markdown([row]).count("\n") == 3
+    assert (row.diverged, row.diverged_at_steps) == (1, str(result.steps))
+    assert row.forward_bytes_per_token == 4 * 32 + 48 / 32  # although it ended amid a step
+
+
+def test_all_methods_compute_equally_long_and_as_long_as_one_says(finished: Study) -> None:
+    results = finished.results()
+    measured = {row.compute_us_per_token for row in rows(results)}
+    assert measured == {1e6 * statistics.median(result.costs.stage_s for result in results)}
+    assert {row.compute_us_per_token for row in rows(results, 0.5)} == {0.5e6}
+    assert all(row.hours_20mbit >= 0.5 * row.tokens / 3600 for row in rows(results, 0.5))
+
+
+def test_a_method_may_have_a_schedule_of_its_own(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    shorter, dense = study(tmp_path, "dense-steps2,dense", seeds=1).train(seen.append)
+    assert (shorter.steps, dense.steps) == (2, 4)
+    assert [item.num_steps for item in seen] == [2, 2, 4, 4, 4, 4]
+
+
+def test_dropped_and_carried_residuals_differ_only_where_messages_are_seldom_critical(tmp_path: Path) -> None:
+    def losses(*names: str) -> list[float | None]:
+        return [result.val_loss for result in study(tmp_path, ",".join(names), seeds=1).train(ignore)]
+
+    dropped, carried = losses("lowrank1-lep", "lowrank1-lep:carry")
+    assert dropped == carried
+    none, dropped, carried = losses("lowrank1:critical@3", "lowrank1-lep:critical@3", "lowrank1-lep:carry,critical@3")
+    assert len({none, dropped, carried}) == 3
+
+
+def test_only_the_steps_that_are_named_are_critical(tmp_path: Path) -> None:
+    exact, seldom, always = study(tmp_path, "dense,lowrank1:critical@2,lowrank1:critical", seeds=1).train(ignore)
+    mean = (exact.costs.backward_bytes + always.costs.backward_bytes) / 2
+    assert seldom.costs.backward_bytes == pytest.approx(mean)
 
 
 def test_a_slow_link_is_the_limit_and_a_fast_one_is_not() -> None:
@@ -149,9 +186,12 @@ def test_a_killed_study_goes_on_where_it_was(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGKILL
     kept = sorted(path.name for path in (tmp_path / "runs").glob("*.json"))
     assert 1 <= len(kept) < 4
-    again = subprocess.run(command(tmp_path, "--steps", "20"), capture_output=True, text=True, check=True)
+    more = ("--steps", "20", "--stage-seconds", "0.25")
+    again = subprocess.run(command(tmp_path, *more), capture_output=True, text=True, check=True)
     events = [json.loads(line) for line in again.stdout.splitlines()]
     assert sum(event["event"] == "result" for event in events) == 4 - len(kept)
     assert events[-1]["event"] == "done"
     assert all(Path(path).exists() for path in events[-1]["files"])
     assert "finished before" in again.stderr
+    table = list(csv.DictReader((tmp_path / "study.csv").read_text().splitlines()))
+    assert [line["compute_us_per_token"] for line in table] == ["250000.0", "250000.0"]
