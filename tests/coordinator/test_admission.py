@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarmtrain.coordinator.admission import Answer, StageBook, StateOffer, judge
+import pytest
+
+from swarmtrain.coordinator.admission import Answer, StageBook, Standing, StateOffer, judge
 from swarmtrain.coordinator.members import MAX_USELESS, Member, Members
 from swarmtrain.wire.messages import Enroll, Hop, Verdict
 
@@ -12,14 +14,22 @@ SIGN = Enroll("run", 1, "serving", "1", 5, "d5", 0.0, 0.0, 0.0, 0.0, "", "")
 BOOK = StageBook(digest="d5")
 
 
-def told(sign: Enroll, *, step: int = 5, book: StageBook = BOOK, decided: int | None = 4, others: str = "") -> Answer:
+def told(
+    sign: Enroll,
+    *,
+    step: int = 5,
+    book: StageBook = BOOK,
+    decided: int | None = 4,
+    prepared: bool = False,
+    others: str = "",
+) -> Answer:
     members = Members()
     members.enroll("a", sign, 0.0)
     if others:
         members.enroll("b", replace(SIGN, state=others), 0.0)
     member = members.get("a")
     assert member is not None
-    return judge(member, members, step, book, decided=decided, is_over=False)
+    return judge(member, members, Standing(step, decided, frozenset({("a", "1")} if prepared else ())), book)
 
 
 def test_a_peer_with_the_runs_state_serves() -> None:
@@ -40,6 +50,28 @@ def test_a_peer_just_before_the_last_decision_is_kept() -> None:
 
 def test_a_peer_just_after_the_decision_under_way_is_kept() -> None:
     assert told(replace(SIGN, step=6, state_digest="d6"), decided=5).verdict is Verdict.SERVE
+
+
+@pytest.mark.parametrize("state", ["joining", "syncing"])
+@pytest.mark.parametrize("step", [0, 5])
+def test_the_state_before_a_decision_is_of_no_use_without_the_sum_that_was_decided(step: int, state: str) -> None:
+    """Not even if the seed or a checkpoint gives it: who serves with it cannot apply the step."""
+    book = StageBook("d5", checkpoint=StateOffer(5, "d5", ("coordinator",)))
+    newcomer = replace(SIGN, step=step, state=state)
+    assert told(newcomer, step=step, book=book, decided=step).verdict is Verdict.WAIT
+    assert told(replace(newcomer, step=9), step=step, book=book, decided=step).verdict is Verdict.WAIT
+    assert told(newcomer, step=step, book=book, decided=step, prepared=True).verdict is Verdict.SERVE
+    assert told(newcomer, step=step, book=book, decided=step - 1).verdict is Verdict.SERVE
+
+
+def test_while_a_decision_is_carried_out_a_stage_is_held_by_who_has_its_sum_or_has_applied_it() -> None:
+    members = Members()
+    for peer_id, step in (("old", 4), ("other", 5), ("prepared", 5), ("applied", 6)):
+        members.enroll(peer_id, replace(SIGN, step=step), 0.0)
+    applying, before = Standing(5, 5, frozenset({("prepared", "1")})), Standing(5, 4)
+    everybody = members.everybody()
+    assert [member.peer_id for member in everybody if applying.holds(member)] == ["applied", "prepared"]
+    assert [member.peer_id for member in everybody if before.holds(member)] == ["applied", "other", "prepared"]
 
 
 def test_after_a_rollback_a_peer_one_step_ahead_goes_back() -> None:
@@ -80,7 +112,7 @@ def test_a_newcomer_that_follows_is_not_sent_to_a_newer_state_that_another_was_g
 def verdict(members: Members, book: StageBook) -> Verdict:
     member = members.get("a")
     assert member is not None
-    return judge(member, members, 6, book, decided=5, is_over=False).verdict
+    return judge(member, members, Standing(6, 5), book).verdict
 
 
 def test_a_newcomer_in_the_middle_of_a_download_is_not_sent_to_another_state() -> None:

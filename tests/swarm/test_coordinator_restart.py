@@ -14,8 +14,8 @@ import pytest
 from swarmtrain.errors import ExitCode
 from swarmtrain.run.invite import parse_invite
 
-from .comparison import References, assert_equals_reference
-from .faults import NUM_STAGES, hold, last_step, release, restart_coordinator, three_stages, wait_killed
+from .comparison import References, assert_equals_reference, final
+from .faults import NUM_STAGES, hold, last_step, release, restart_coordinator, start_armed, three_stages, wait_killed
 from .harness import Swarm, until
 
 pytestmark = pytest.mark.swarm
@@ -107,6 +107,30 @@ def test_a_stage_without_peers_stops_the_run_until_somebody_joins(
         went_back = swarm.wait(None, "run_rolled_back")
         assert went_back["to_step"] == (4 * (stopped_at // 4) if every else 0)
         swarm.wait_end()
+        assert_equals_reference(swarm, reference(manifest))
+
+
+def test_the_last_peer_of_a_stage_dies_between_a_decision_and_its_apply(place: Path, reference: References) -> None:
+    """At the seed's state and at a checkpoint's: a newcomer has that state at once, but not the decided sum."""
+    manifest = three_stages("schedule.steps=40", "checkpoint.every=1")
+    with Swarm(manifest, place, num_peers=1, min_peers=NUM_STAGES) as swarm:
+        first, gate = start_armed(swarm, 1, "before-apply:1:kill"), swarm.start_peer(2)
+        wait_killed(swarm, first, "before-apply")
+        second = swarm.start_peer(1)
+        swarm.wait(None, "run_rolled_back", stage=1, from_step=0, to_step=0)
+        swarm.wait_step(2)
+        hold(gate)
+        third = start_armed(swarm, 1, "before-apply:1:kill")
+        swarm.wait_serving(third)
+        second.kill()
+        release(gate)
+        wait_killed(swarm, third, "before-apply")
+        swarm.start_peer(1)
+        swarm.wait_until(lambda: len(swarm.events("run_rolled_back")) == 2, "the run has gone back once more")
+        went_back = swarm.events("run_rolled_back")[-1]
+        swarm.wait_end()
+        with final():
+            assert went_back["from_step"] == went_back["to_step"] > 0
         assert_equals_reference(swarm, reference(manifest))
 
 
