@@ -72,6 +72,8 @@ def judge(member: Member, members: Members, run: Standing, book: StageBook) -> A
         return Answer(Verdict.LEAVE, "the run is complete")
     if member.must_sync:
         return Answer(Verdict.WAIT, "it has missed something that the others have")
+    if member.excluded_at is not None and step <= member.excluded_at and servers(members, member.stage, step):
+        return Answer(Verdict.WAIT, "this step is done without it")  # else it would fail where it has failed before
     if has_state(member, step, book) and (member.state == "serving" or run.holds(member)):
         return Answer(Verdict.SERVE, "")
     is_near = member.step == decided == step - 1 or member.step - 1 == decided == step

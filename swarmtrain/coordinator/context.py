@@ -83,10 +83,10 @@ class RunContext:
             self.changed.notify_all()
 
     async def lose(self, member: Member, reason: str, *, must_sync: bool = False) -> None:
-        """A peer is gone, or (`must_sync`) of no use as it is: forget it, and void what only it had."""
+        """A peer is gone, or (`must_sync`) of no use in this step: forget it, and void what only it had."""
         current = self.members.get(member.peer_id)
         if current is not None and current.incarnation == member.incarnation:
-            self.members.remove(member.peer_id, must_sync=must_sync)
+            self.members.remove(member.peer_id, excluded_at=self.step if must_sync else None)
             self.events.emit(PeerLost(member.peer_id, member.stage, reason))
         if self.books is not None:
             self.books.lose(member.stage, member.key)

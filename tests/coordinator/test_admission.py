@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swarmtrain.coordinator.admission import Answer, StageBook, Standing, StateOffer, judge
-from swarmtrain.coordinator.members import MAX_USELESS, Member, Members
+from swarmtrain.coordinator.members import MAX_EXCLUDED, Member, Members
 from swarmtrain.wire.messages import Enroll, Hop, Verdict
 
 SIGN = Enroll("run", 1, "serving", "1", 5, "d5", 0.0, 0.0, 0.0, 0.0, "", "")
@@ -109,10 +109,10 @@ def test_a_newcomer_that_follows_is_not_sent_to_a_newer_state_that_another_was_g
     assert verdict(members, StageBook("d6", snapshot=StateOffer(5, "d5", ("b",)))) is Verdict.WAIT
 
 
-def verdict(members: Members, book: StageBook) -> Verdict:
+def verdict(members: Members, book: StageBook, *, step: int = 6) -> Verdict:
     member = members.get("a")
     assert member is not None
-    return judge(member, members, Standing(6, 5), book).verdict
+    return judge(member, members, Standing(step, step - 1), book).verdict
 
 
 def test_a_newcomer_in_the_middle_of_a_download_is_not_sent_to_another_state() -> None:
@@ -125,15 +125,34 @@ def test_a_newcomer_in_the_middle_of_a_download_is_not_sent_to_another_state() -
     assert member.listening_from == 5
 
 
-def test_whom_the_others_cannot_work_with_must_fetch_the_state_again() -> None:
+def left_out(*, with_another: bool) -> Members:
+    """A peer that the others could not work with in step 5."""
     members = Members()
     members.enroll("a", SIGN, 0.0)
-    members.remove("a", must_sync=True)
+    if with_another:
+        members.enroll("b", SIGN, 0.0)
+    members.remove("a", excluded_at=5)
+    return members
+
+
+def test_whom_the_others_cannot_work_with_must_fetch_a_later_state() -> None:
+    members = left_out(with_another=True)
     members.enroll("a", SIGN, 1.0)
-    assert verdict(members, BOOK) is Verdict.WAIT
-    members.enroll("a", replace(SIGN, state="syncing"), 2.0)
-    members.enroll("a", replace(SIGN, step=6), 3.0)
-    assert verdict(members, StageBook("d5")) is Verdict.SERVE
+    assert verdict(members, BOOK, step=5) is Verdict.WAIT
+    members.enroll("a", replace(SIGN, state="syncing"), 2.0)  # it has dropped its work, but not left the step
+    assert verdict(members, BOOK, step=5) is Verdict.WAIT
+    members.enroll("a", replace(SIGN, state="syncing", step=6, state_digest="d6"), 3.0)
+    assert verdict(members, StageBook("d6")) is Verdict.SERVE
+
+
+def test_whom_the_others_could_not_work_with_comes_back_when_they_are_gone() -> None:
+    members = left_out(with_another=False)
+    members.enroll("a", replace(SIGN, state="syncing"), 1.0)
+    assert verdict(members, BOOK, step=5) is Verdict.SERVE
+    members.admit("a")
+    members.enroll("a", SIGN, 2.0)
+    assert verdict(members, BOOK, step=5) is Verdict.SERVE
+    assert members.of_stage(1, "serving")
 
 
 def test_a_lost_peer_that_comes_back_before_the_decision_is_told_of_it() -> None:
@@ -155,12 +174,12 @@ def test_only_what_a_living_incarnation_did_on_its_own_stage_counts() -> None:
     assert not members.counts(Hop(1, "a", "1"))
 
 
-def test_the_memory_of_useless_peers_is_bounded() -> None:
+def test_the_memory_of_excluded_peers_is_bounded() -> None:
     members = Members()
-    for number in range(MAX_USELESS + 10):
+    for number in range(MAX_EXCLUDED + 10):
         members.enroll(f"p{number}", SIGN, 0.0)
-        members.remove(f"p{number}", must_sync=True)
-    assert len(members._useless) == MAX_USELESS
+        members.remove(f"p{number}", excluded_at=5)
+    assert len(members._excluded) == MAX_EXCLUDED
 
 
 def test_a_member_is_what_its_newest_sign_says() -> None:
