@@ -103,4 +103,9 @@ def _judge_newcomer(member: Member, members: Members, run: Standing, book: Stage
         return Answer(Verdict.SYNC, "", book.checkpoint)
     if servers(members, member.stage, step):
         return Answer(Verdict.WAIT, "a state to fetch is being prepared")
+    resting = [m for m in members.of_stage(member.stage, "paused", "draining") if has_state(m, step, book)]
+    if resting:  # the step stands still until somebody serves, so there will be no snapshot to wait for
+        digests = sorted(m.state_digest for m in resting)
+        digest = book.digest or max(digests, key=digests.count)
+        return Answer(Verdict.SYNC, "", StateOffer(step, digest, tuple(m.peer_id for m in resting)))
     return Answer(Verdict.WAIT, f"nobody has the state of stage {member.stage} at step {step}")

@@ -101,6 +101,17 @@ def test_a_newcomer_waits_while_others_have_the_state_and_fetches_what_they_keep
     assert verdict(members, book) is Verdict.WAIT
 
 
+@pytest.mark.parametrize("resting", ["paused", "draining"])
+def test_a_newcomer_fetches_the_state_of_who_has_it_and_takes_no_work(resting: str) -> None:
+    newcomer = replace(SIGN, state="syncing", step=0, state_digest="")
+    for book in (BOOK, StageBook()):  # after a restart nobody has reported a digest
+        answer = told(newcomer, book=book, others=resting)
+        assert answer.verdict is Verdict.SYNC
+        assert answer.offer == StateOffer(5, "d5", ("b",))
+    assert told(newcomer, book=StageBook("another"), others=resting).verdict is Verdict.WAIT
+    assert told(newcomer, decided=5, others=resting).verdict is Verdict.WAIT  # it will be past that state soon
+
+
 def test_a_newcomer_that_follows_is_not_sent_to_a_newer_state_that_another_was_given() -> None:
     members = Members()
     members.enroll("a", replace(SIGN, state="syncing", step=0, state_digest=""), 0.0)
