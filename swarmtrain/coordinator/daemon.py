@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.boundary import codec_pair
+from swarmtrain.chain.claim import Claim
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
@@ -116,6 +117,7 @@ class CoordinatorDaemon:
         async with contextlib.AsyncExitStack() as stack:
             self._open(stack)
             host, directory, node = await self._connect(stack)
+            await self._take_term(directory, host)
             self._build(stack, host, node, directory)
             await self._control(stack)
             await self._serve_page(stack)
@@ -151,8 +153,6 @@ class CoordinatorDaemon:
                 f"{options.state_dir} holds another run", fix="use its own manifest, or another --state-dir"
             )
         self.journal.set("manifest", options.manifest.canonical())
-        self.term = int(self.journal.get("term") or 0) + 1
-        self.journal.set("term", str(self.term))
         self.run_id = run_id_of(options.manifest.digest(), self._key.public_bytes)
         self.journal.set("run_id", self.run_id)
 
@@ -176,6 +176,17 @@ class CoordinatorDaemon:
         stack.push_async_callback(directory.close)
         self._phase("network", ", ".join(host.addresses()[:2]))
         return host, directory, node
+
+    async def _take_term(self, directory: Directory, host: Host) -> None:
+        """The next one; noted only if nobody coordinates under it or a later one, so that trying again changes nothing.
+
+        Whom this process cannot see yet it finds while it runs.
+        """
+        self.term = int(self.journal.get("term") or 0) + 1
+        for rival in await self._rivals(directory, host.peer_id):
+            if rival.term >= self.term:
+                raise _superseded(rival, self.term)
+        self.journal.set("term", str(self.term))
 
     def _build(self, stack: contextlib.AsyncExitStack, host: Host, node: Node, directory: Directory) -> None:
         manifest = self.options.manifest
@@ -262,7 +273,8 @@ class CoordinatorDaemon:
             await asyncio.sleep(ANNOUNCE_S)
 
     async def _announce_once(self, directory: Directory, host: Host) -> None:
-        value = {"t": self.context.term, "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
+        claim = Claim(self.context.term, self.context.step, host.peer_id).as_value()
+        value = {**claim, "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
         if self.context.is_over:
             value["over"] = True
         try:
@@ -274,23 +286,24 @@ class CoordinatorDaemon:
         """A coordinator that was replaced ends."""
         while True:
             await asyncio.sleep(ANNOUNCE_S)
-            try:
-                await self._check_rivals(directory)
-            except Superseded:
-                raise
-            except SwarmtrainError as error:
-                log.info("cannot look for other coordinators: %s", error)
+            await self._check_rivals(directory)
 
     async def _check_rivals(self, directory: Directory) -> None:
-        """Peers obey the highest term only: a coordinator that was replaced has nothing left to do."""
-        for peer_id, record in (await directory.lookup(COORDINATOR_TOPIC)).items():
-            value = record.value
-            term = value.get("t") if isinstance(value, dict) else None
-            if isinstance(term, int) and term > self.context.term:
-                raise Superseded(
-                    f"{peer_id[-8:]} coordinates this run under term {term}; this one's is {self.context.term}",
-                    fix="leave the run to it, or stop it first",
-                )
+        """Peers obey the greatest claim only: a coordinator that was replaced has nothing left to do."""
+        context = self.context
+        for rival in await self._rivals(directory, context.node.peer_id):
+            if rival > Claim(context.term, context.step, context.node.peer_id):
+                raise _superseded(rival, context.term)
+
+    async def _rivals(self, directory: Directory, own_id: str) -> list[Claim]:
+        """What others claim who hold the run's key."""
+        try:
+            records = await directory.lookup(COORDINATOR_TOPIC)
+        except SwarmtrainError as error:
+            log.info("cannot look for other coordinators: %s", error)
+            return []
+        claims = [Claim.read(peer_id, record.value) for peer_id, record in records.items() if peer_id != own_id]
+        return [claim for claim in claims if claim is not None]
 
     async def _until_stopped(self, work: Any) -> None:
         """Run `work` unless asked to stop."""
@@ -353,6 +366,13 @@ class CoordinatorDaemon:
 
     def _phase(self, phase: str, detail: str = "") -> None:
         self.events.emit(PhaseReached(phase, detail))
+
+
+def _superseded(rival: Claim, term: int) -> Superseded:
+    return Superseded(
+        f"{rival.peer_id[-8:]} coordinates this run under term {rival.term}; this one's is {term}",
+        fix="leave the run to it, or stop it first",
+    )
 
 
 def check_supported(manifest: Manifest) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from swarmtrain.coordinator.journal import Journal
 from swarmtrain.errors import ExitCode
 from swarmtrain.run.invite import parse_invite
 
 from .comparison import References, assert_equals_reference, final
 from .faults import NUM_STAGES, hold, last_step, release, restart_coordinator, start_armed, three_stages, wait_killed
-from .harness import Swarm, until
+from .harness import Daemon, Swarm, until
 
 pytestmark = pytest.mark.swarm
 
@@ -134,6 +135,15 @@ def test_the_last_peer_of_a_stage_dies_between_a_decision_and_its_apply(place: P
         assert_equals_reference(swarm, reference(manifest))
 
 
+def restart_elsewhere(swarm: Swarm, name: str, known: str) -> Daemon:
+    """A coordinator on another state directory than the swarm's."""
+    current, swarm.coordinator_name = swarm.coordinator_name, name
+    try:
+        return swarm.start_coordinator("--bootstrap", known, wait=False)
+    finally:
+        swarm.coordinator_name = current
+
+
 def test_another_machine_takes_over_under_a_higher_term(place: Path, reference: References) -> None:
     manifest = three_stages("schedule.steps=12")
     with Swarm(manifest, place, num_peers=NUM_STAGES) as swarm:
@@ -152,6 +162,11 @@ def test_another_machine_takes_over_under_a_higher_term(place: Path, reference: 
         until(lambda: not former.is_running, "the former coordinator has noticed")
         assert former.process.returncode == ExitCode.REFUSED
         assert "ST-SUPERSEDED" in former.log.read_text()
+        again = restart_elsewhere(swarm, "coordinator", parse_invite(swarm.invite()).bootstrap[0])
+        swarm.wait_until(lambda: not again.is_running, "the former coordinator sees that it was replaced")
+        assert again.process.returncode == ExitCode.REFUSED
+        with Journal(again.state_dir / "journal.sqlite", read_only=True) as journal, final():
+            assert journal.get("term") == "1", "it would take over by starting often enough"
         release(gate)
         swarm.wait_end()
         assert_equals_reference(swarm, reference(manifest))
