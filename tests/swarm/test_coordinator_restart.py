@@ -113,7 +113,7 @@ def test_a_stage_without_peers_stops_the_run_until_somebody_joins(
 
 def test_the_last_peer_of_a_stage_dies_between_a_decision_and_its_apply(place: Path, reference: References) -> None:
     """At the seed's state and at a checkpoint's: a newcomer has that state at once, but not the decided sum."""
-    manifest = three_stages("schedule.steps=40", "checkpoint.every=1")
+    manifest = three_stages("schedule.steps=24", "checkpoint.every=1")
     with Swarm(manifest, place, num_peers=1, min_peers=NUM_STAGES) as swarm:
         first, gate = start_armed(swarm, 1, "before-apply:1:kill"), swarm.start_peer(2)
         wait_killed(swarm, first, "before-apply")
