@@ -56,13 +56,16 @@ def killed_without_trace(daemon: Daemon) -> None:
 def test_killed_daemons_leave_nothing_and_come_back_on_their_state_directory(
     place: Path, reference: References
 ) -> None:
-    manifest = tiny("schedule.steps=40", "checkpoint.every=10")
+    manifest = tiny("schedule.steps=100", "checkpoint.every=10")
     with Swarm(manifest, place, num_peers=5) as swarm:
         spare, gate = swarm.peers[4], swarm.peers[2]
         swarm.wait_step(1)
         identity = spare.status()["peer"]
         killed_without_trace(spare)
+        hold(gate)
         again = swarm.start_peer(spare.stage, name=spare.name)
+        swarm.wait(again, "phase_reached", phase="syncing")
+        release(gate)
         swarm.wait_serving(again)  # a peer that starts while its only bootstrap peer is away gives up
         hold(gate)
         killed_without_trace(swarm.coordinator)
