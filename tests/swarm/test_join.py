@@ -120,6 +120,38 @@ def test_a_donor_killed_in_the_middle_costs_only_its_own_chunks(place: Path, ref
             assert own == {step: donors[step] for step in own}
 
 
+@pytest.mark.long
+def test_a_transfer_of_states_is_disturbed_at_each_end(place: Path, reference: References) -> None:
+    """A keeper dies while a checkpoint is fetched from it, a newcomer dies in its download, a link breaks in one."""
+    manifest = three_stages("schedule.steps=30", "checkpoint.every=5", *SEVERAL_CHUNKS)
+    slow = ("--max-down", "8mbit", "--enable-test-faults")  # a second for a chunk, four of which are on their way
+    with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=NUM_STAGES + 1) as swarm:
+        keeper = start_armed(swarm, 2, "state-chunk:1:kill")
+        wait_killed(swarm, keeper, "state-chunk")
+        swarm.wait(None, "checkpoint_written", step=5)
+        donor = swarm.peers[1]
+        donors_id = donor.status()["peer"]
+        hold(donor)  # the run stands still, and this is the only one who has the state
+        victim = swarm.start_peer(1, *slow)
+        swarm.wait(victim, "sync_progress")
+        victim.kill()
+        assert not victim.has("sync_progress", percent=100)
+        newcomer = swarm.start_peer(1, *slow)
+        swarm.wait(newcomer, "sync_progress")
+        ask_daemon(newcomer.state_dir, "cut")
+        assert not newcomer.has("sync_progress", percent=100)
+        swarm.wait_serving(newcomer)
+        assert_one_download(newcomer)
+        swarm.wait_end()
+        dropped = [event for event in swarm.events("donor_dropped") if event["from"] == newcomer.name]
+        with final():
+            assert [event["peer"] for event in dropped] == [donors_id]
+            assert "lost" in dropped[0]["reason"]
+            assert not swarm.events("checkpoint_failed")
+            assert not swarm.events("run_rolled_back")
+        assert_equals_reference(swarm, reference(manifest))
+
+
 def test_a_drained_peer_answers_for_its_work_and_leaves_with_exit_code_zero(place: Path, reference: References) -> None:
     manifest = three_stages("schedule.steps=60")
     with Swarm(manifest, place, num_peers=2 * NUM_STAGES) as swarm:
