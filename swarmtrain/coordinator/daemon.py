@@ -87,7 +87,7 @@ class CoordinatorOptions:
 
 
 class Superseded(SwarmtrainError):
-    """Another coordinator with a higher term has taken over the run."""
+    """Another coordinator has taken over the run: its term is higher, or as high and it has got further."""
 
     error_id = "ST-SUPERSEDED"
     exit_code = ExitCode.REFUSED

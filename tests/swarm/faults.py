@@ -18,6 +18,11 @@ def three_stages(*overrides: str) -> Manifest:
     return tiny("stages.count=3", "model.num_layers=3", *overrides)
 
 
+def open_ended(*overrides: str) -> Manifest:
+    """As many steps as the test needs: `end_and_compare` ends the run at a checkpoint."""
+    return three_stages("schedule.steps=5000", "checkpoint.every=10", "checkpoint.keep=500", *overrides)
+
+
 def start_armed(swarm: Swarm, stage: int, faults: str) -> Daemon:
     """A peer that breaks as `faults` says."""
     return swarm.start_peer(stage, "--enable-test-faults", environment={"SWARMTRAIN_FAULTS": faults})

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from .comparison import References, assert_equals_reference, assert_same_weights, final
+from .comparison import References, assert_equals_reference, assert_same_weights, end_and_compare, final
 from .faults import (
     NUM_STAGES,
     hold,
     last_step,
+    open_ended,
     release,
     start_armed,
     three_stages,
@@ -40,13 +41,12 @@ STOPS = ("after-forward:1", "before-answer:1", "in-prepare:2")
 
 @pytest.mark.parametrize("point", KILLS)
 def test_a_peer_killed_on_every_stage_leaves_no_trace(place: Path, reference: References, point: str) -> None:
-    manifest = three_stages("schedule.steps=60")
+    manifest = open_ended()
     with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=NUM_STAGES + len(KILLS[point])) as swarm:
         victims = [start_armed(swarm, stage, f"{point}:{nth}:kill") for stage, nth in enumerate(KILLS[point])]
         for victim in victims:
             wait_killed(swarm, victim, point)
-        swarm.wait_end()
-        assert_equals_reference(swarm, reference(manifest))
+        end_and_compare(swarm, reference)
         with final():
             assert not swarm.events("run_rolled_back"), "every stage has had somebody with its state"
 
@@ -92,7 +92,7 @@ def serves_again(sleeper: Daemon) -> bool:
 
 def test_stopped_peers_are_left_behind_and_catch_up(place: Path, reference: References) -> None:
     """On every stage, in the middle of a step."""
-    manifest = three_stages("schedule.steps=120")
+    manifest = open_ended()
     with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=2 * NUM_STAGES) as swarm:
         sleepers = [start_armed(swarm, stage, f"{point}:stop") for stage, point in enumerate(STOPS)]
         for sleeper, point in zip(sleepers, STOPS, strict=True):
@@ -103,19 +103,17 @@ def test_stopped_peers_are_left_behind_and_catch_up(place: Path, reference: Refe
         swarm.wait_step(last_step(swarm) + 2)  # nobody waits for them
         catch_up(swarm, sleepers[1:], gates=[swarm.peers[0]])
         catch_up(swarm, sleepers[:1], gates=[swarm.peers[1], sleepers[1]])
-        swarm.wait_end()
-        assert_equals_reference(swarm, reference(manifest))
+        end_and_compare(swarm, reference)
 
 
 def test_cut_links_are_dialed_again_and_work_is_replayed(place: Path, reference: References) -> None:
-    manifest = three_stages("schedule.steps=60")
+    manifest = open_ended()
     faults = ("after-forward:1:cut", "before-answer:1:cut", "after-forward:1:cut")
     with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=2 * NUM_STAGES) as swarm:
         cut = [start_armed(swarm, stage, fault) for stage, fault in enumerate(faults)]
         for peer, fault in zip(cut, faults, strict=True):
             wait_fault(swarm, peer, "cut", fault.split(":")[0])
-        swarm.wait_end()
-        assert_equals_reference(swarm, reference(manifest))
+        end_and_compare(swarm, reference)
 
 
 def test_a_damaged_answer_is_noticed_and_asked_for_again(place: Path, reference: References) -> None:
