@@ -35,6 +35,7 @@ KILLS = {
     "before-apply": (2, 3, 1),
     "after-apply": (3, 1, 2),
 }
+DURING_WORK = ("before-forward", "after-forward", "before-backward", "before-answer")
 # Where a peer stops and comes back: the first, middle and last stage.
 STOPS = ("after-forward:1", "before-answer:1", "in-prepare:2")
 
@@ -46,6 +47,10 @@ def test_a_peer_killed_on_every_stage_leaves_no_trace(place: Path, reference: Re
         victims = [start_armed(swarm, stage, f"{point}:{nth}:kill") for stage, nth in enumerate(KILLS[point])]
         for victim in victims:
             wait_killed(swarm, victim, point)
+            if point == "in-prepare":
+                swarm.wait(swarm.coordinator, "prepare_failed", stage=victim.stage)
+        if point in DURING_WORK:
+            swarm.wait(swarm.coordinator, "calls_rerouted")  # what the victim of the first stage had went elsewhere
         end_and_compare(swarm, reference)
         with final():
             assert not swarm.events("run_rolled_back"), "every stage has had somebody with its state"
