@@ -29,10 +29,11 @@ from swarmtrain.coordinator.enrolment import Enrolment
 from swarmtrain.coordinator.journal import Journal, JournalError
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
+from swarmtrain.coordinator.rivals import check_running, check_start
 from swarmtrain.coordinator.run import Run
 from swarmtrain.coordinator.web import page_routes, same_port_as_before
 from swarmtrain.data.sampler import Sampler
-from swarmtrain.errors import ExitCode, StorageError, SwarmtrainError
+from swarmtrain.errors import StorageError, SwarmtrainError
 from swarmtrain.net.directory import Directory, DirectoryOptions, TopicRule
 from swarmtrain.net.errors import LinkClosed, NetError, Refusal
 from swarmtrain.net.exchange import Exchange
@@ -84,13 +85,6 @@ class CoordinatorOptions:
     route: str = "finish-time"
     moves: MoveRules = field(default_factory=MoveRules)
     faults: Faults = field(default_factory=Faults)
-
-
-class Superseded(SwarmtrainError):
-    """Another coordinator has taken over the run: its term is higher, or as high and it has got further."""
-
-    error_id = "ST-SUPERSEDED"
-    exit_code = ExitCode.REFUSED
 
 
 class CoordinatorDaemon:
@@ -178,14 +172,9 @@ class CoordinatorDaemon:
         return host, directory, node
 
     async def _take_term(self, directory: Directory, host: Host) -> None:
-        """The next one; noted only if nobody coordinates under it or a later one, so that trying again changes nothing.
-
-        Whom this process cannot see yet it finds while it runs.
-        """
+        """The next one; noted only if nobody coordinates under it or a later one: trying again changes nothing."""
         self.term = int(self.journal.get("term") or 0) + 1
-        for rival in await self._rivals(directory, host.peer_id):
-            if rival.term >= self.term:
-                raise _superseded(rival, self.term)
+        await check_start(directory, Claim(self.term, self.journal.num_steps(), host.peer_id))
         self.journal.set("term", str(self.term))
 
     def _build(self, stack: contextlib.AsyncExitStack, host: Host, node: Node, directory: Directory) -> None:
@@ -273,8 +262,7 @@ class CoordinatorDaemon:
             await asyncio.sleep(ANNOUNCE_S)
 
     async def _announce_once(self, directory: Directory, host: Host) -> None:
-        claim = Claim(self.context.term, self.context.step, host.peer_id).as_value()
-        value = {**claim, "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
+        value = {**self._claim().as_value(), "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
         if self.context.is_over:
             value["over"] = True
         try:
@@ -282,28 +270,14 @@ class CoordinatorDaemon:
         except SwarmtrainError as error:
             log.warning("cannot announce the coordinator: %s", error)
 
+    def _claim(self) -> Claim:
+        return Claim(self.context.term, self.context.step, self.context.node.peer_id)
+
     async def _watch_rivals(self, directory: Directory) -> None:
         """A coordinator that was replaced ends."""
         while True:
             await asyncio.sleep(ANNOUNCE_S)
-            await self._check_rivals(directory)
-
-    async def _check_rivals(self, directory: Directory) -> None:
-        """Peers obey the greatest claim only: a coordinator that was replaced has nothing left to do."""
-        context = self.context
-        for rival in await self._rivals(directory, context.node.peer_id):
-            if rival > Claim(context.term, context.step, context.node.peer_id):
-                raise _superseded(rival, context.term)
-
-    async def _rivals(self, directory: Directory, own_id: str) -> list[Claim]:
-        """What others claim who hold the run's key."""
-        try:
-            records = await directory.lookup(COORDINATOR_TOPIC)
-        except SwarmtrainError as error:
-            log.info("cannot look for other coordinators: %s", error)
-            return []
-        claims = [Claim.read(peer_id, record.value) for peer_id, record in records.items() if peer_id != own_id]
-        return [claim for claim in claims if claim is not None]
+            await check_running(directory, self._claim())
 
     async def _until_stopped(self, work: Any) -> None:
         """Run `work` unless asked to stop."""
@@ -366,13 +340,6 @@ class CoordinatorDaemon:
 
     def _phase(self, phase: str, detail: str = "") -> None:
         self.events.emit(PhaseReached(phase, detail))
-
-
-def _superseded(rival: Claim, term: int) -> Superseded:
-    return Superseded(
-        f"{rival.peer_id[-8:]} coordinates this run under term {rival.term}; this one's is {term}",
-        fix="leave the run to it, or stop it first",
-    )
 
 
 def check_supported(manifest: Manifest) -> None:

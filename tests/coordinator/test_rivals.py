@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions, Superseded
+from swarmtrain.chain.claim import Claim
+from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.coordinator.journal import Journal
+from swarmtrain.coordinator.rivals import Superseded, check_running
 from swarmtrain.net.errors import NetError
 from swarmtrain.observe.events import Events
 from swarmtrain.run.presets import preset
-
-from .contexts import bare_context
 
 OWN = "m"
 HOST = cast(Any, SimpleNamespace(peer_id=OWN))
@@ -73,15 +73,10 @@ def test_former_terms_and_its_own_former_life_do_not_keep_a_coordinator_from_sta
         (None, False),
     ],
 )
-def test_of_two_that_run_exactly_one_yields(tmp_path: Path, records: Records | None, yields: bool) -> None:
-    async def main() -> None:
-        daemon = daemon_in(tmp_path)
-        daemon.context = bare_context(daemon.options.manifest, node=HOST)
-        daemon.context.term, daemon.context.step = 4, 7
-        await daemon._check_rivals(cast(Any, Listed(records)))
-
+def test_of_two_that_run_exactly_one_yields(records: Records | None, yields: bool) -> None:
+    checking = check_running(cast(Any, Listed(records)), Claim(4, 7, OWN))
     if yields:
         with pytest.raises(Superseded):
-            asyncio.run(main())
+            asyncio.run(checking)
     else:
-        asyncio.run(main())
+        asyncio.run(checking)
