@@ -98,12 +98,12 @@ def assert_books_balance(swarm: Swarm) -> None:
 
 def end_and_compare(swarm: Swarm, references: References) -> None:
     """End the run at its next checkpoint: until there it has the reference's bits, and the books balance."""
-    before = max(swarm.reported())
+    under_way = max(swarm.reported(), default=0) + 1
 
     def is_written() -> bool:
-        return any(event["step"] > before for event in swarm.events("checkpoint_written"))
+        return any(event["step"] > under_way for event in swarm.events("checkpoint_written"))
 
-    swarm.wait_until(is_written, f"a checkpoint after step {before}")
+    swarm.wait_until(is_written, f"a checkpoint after step {under_way}")
     assert swarm.coordinator.end() == 0
     checkpoint = swarm.checkpoint()
     reference = references.until(swarm.manifest, checkpoint.step)
