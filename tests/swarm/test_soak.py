@@ -49,9 +49,9 @@ def test_a_round_that_hangs_is_a_failure_of_the_soak() -> None:
     with pytest.raises(SoakFailed, match="TimeoutError") as caught:
         soak(manifest, minutes=0.0, seed=1, pause_s=(1000.0, 1000.0), round_s=0.5)
     assert caught.value.fix is not None
-    kept = Path(caught.value.fix.removeprefix("see "))
-    assert (kept / "coordinator").is_dir()
-    shutil.rmtree(kept.parent)
+    kept = Path(caught.value.fix.removeprefix("see ")).parent
+    assert (kept / "reference").is_dir()
+    shutil.rmtree(kept)
 
 
 @pytest.mark.long
