@@ -207,8 +207,19 @@ def _signal(peer: Child, number: int) -> None:
             peer.process.send_signal(number)
 
 
-def soak(manifest: Manifest, *, minutes: float, seed: int, pause_s: tuple[float, float]) -> Counter[str]:
-    """Rounds until `minutes` are over, at least one. Returns the faults survived; SoakFailed with where to look."""
+def soak(
+    manifest: Manifest,
+    *,
+    minutes: float,
+    seed: int,
+    pause_s: tuple[float, float],
+    min_faults: int = 0,
+    round_s: float = ROUND_S,
+) -> Counter[str]:
+    """Rounds until `minutes` are over and `min_faults` were survived, at least one. Returns the faults survived.
+
+    SoakFailed, with where to look, for a round that ends otherwise than the reference or takes longer than `round_s`.
+    """
     torch.set_num_threads(1)
     place = Path(tempfile.mkdtemp(prefix="soak-"))
     for _ in ReferenceTrainer(manifest, out=place / "reference").run():
@@ -217,13 +228,13 @@ def soak(manifest: Manifest, *, minutes: float, seed: int, pause_s: tuple[float,
     assert expected is not None
     rng, counts, number = random.Random(seed), Counter[str](), 0
     ends_at = time.monotonic() + 60.0 * minutes
-    while number == 0 or time.monotonic() < ends_at:
+    while number == 0 or time.monotonic() < ends_at or counts.total() < min_faults:
         number += 1
         directory = place / f"r{number}"
         started, round_seed = time.monotonic(), rng.random()
         try:
             tormentor = Tormentor(random.Random(round_seed), pause_s)
-            asyncio.run(_round(manifest, directory, tormentor))
+            asyncio.run(_round(manifest, directory, tormentor, round_s))
             check(directory, expected)
         except (SwarmtrainError, TimeoutError) as error:
             raise SoakFailed(f"seed {seed}, round {number}: {error!r}", fix=f"see {directory}") from error
@@ -236,7 +247,7 @@ def soak(manifest: Manifest, *, minutes: float, seed: int, pause_s: tuple[float,
     return counts
 
 
-async def _round(manifest: Manifest, directory: Path, tormentor: Tormentor) -> None:
+async def _round(manifest: Manifest, directory: Path, tormentor: Tormentor, round_s: float) -> None:
     options = LocalOptions(
         manifest=manifest,
         state_dir=directory,
@@ -250,7 +261,7 @@ async def _round(manifest: Manifest, directory: Path, tormentor: Tormentor) -> N
         with events.open("a") as file:
             print(event, file=file)
 
-    async with asyncio.timeout(ROUND_S):
+    async with asyncio.timeout(round_s):
         await LocalSwarm(options, note, tormentor.torment).run()
     events.unlink()
 

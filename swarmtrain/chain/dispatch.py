@@ -209,7 +209,8 @@ class _Watch:
         try:
             return await task
         except asyncio.CancelledError:
-            if task.cancelled() and self._expired:
+            asked_to_end = (current := asyncio.current_task()) is not None and current.cancelling() > 0
+            if task.cancelled() and self._expired and not asked_to_end:  # both may happen in one instant
                 raise CallTimeout(f"its forward took longer than {self._limit_s:.0f} s") from None
             task.cancel()
             raise

@@ -40,24 +40,46 @@ def servers(members: Members, stage: int, step: int) -> list[Member]:
     return [member for member in members.of_stage(stage, "serving") if member.step == step]
 
 
-def judge(
-    member: Member, members: Members, step: int, book: StageBook, *, decided: int | None, is_over: bool
-) -> Answer:
-    """What `member` should do when the run is at `step`.
+@dataclass(frozen=True)
+class Standing:
+    """Where the run stands.
 
-    `decided` is the step of the last decision. It is being carried out while it equals `step`; a peer that is still
-    before it will be told of it again.
+    The last decision is being carried out while its step is `step`; a peer that is still before it will be told of it
+    again. Until then the state of `step` alone is of no use: only who holds the reduced sum as well gets further.
     """
-    if is_over:
+
+    step: int  # applied steps
+    decided: int | None = None  # the step of the last decision
+    prepared: frozenset[tuple[str, str]] = frozenset()  # who holds the sums of that decision
+    is_over: bool = False
+
+    @property
+    def is_applying(self) -> bool:
+        """Whether the step under way is decided, and not applied by all stages yet."""
+        return self.decided == self.step
+
+    def holds(self, member: Member) -> bool:
+        """Whether the run can go on with what this peer has: its state, if that is the run's, or a later one."""
+        if self.is_applying and member.step == self.step:
+            return member.key in self.prepared
+        return member.step >= self.step
+
+
+def judge(member: Member, members: Members, run: Standing, book: StageBook) -> Answer:
+    """What `member` should do."""
+    step, decided = run.step, run.decided
+    if run.is_over:
         return Answer(Verdict.LEAVE, "the run is complete")
     if member.must_sync:
         return Answer(Verdict.WAIT, "it has missed something that the others have")
-    if has_state(member, step, book):
+    if member.excluded_at is not None and step <= member.excluded_at and servers(members, member.stage, step):
+        return Answer(Verdict.WAIT, "this step is done without it")  # else it would fail where it has failed before
+    if has_state(member, step, book) and (member.state == "serving" or run.holds(member)):
         return Answer(Verdict.SERVE, "")
     is_near = member.step == decided == step - 1 or member.step - 1 == decided == step
     if is_near and member.state == "serving":
         return Answer(Verdict.SERVE, "")  # its apply is under way, or done before the others'
-    return _judge_newcomer(member, members, step, book)
+    return _judge_newcomer(member, members, run, book)
 
 
 def has_state(member: Member, step: int, book: StageBook) -> bool:
@@ -66,16 +88,24 @@ def has_state(member: Member, step: int, book: StageBook) -> bool:
     return member.step == step and (step == 0 or book.digest in ("", member.state_digest))
 
 
-def _judge_newcomer(member: Member, members: Members, step: int, book: StageBook) -> Answer:
-    if step == 0:
+def _judge_newcomer(member: Member, members: Members, run: Standing, book: StageBook) -> Answer:
+    step = run.step
+    if step == 0 and not run.is_applying:
         return Answer(Verdict.SYNC, "the first state follows from the seed", StateOffer(0, "", ()))
     if member.listening_from is not None:
         if member.step >= member.listening_from:
             return Answer(Verdict.WAIT, "catching up")  # also when somebody else was given a newer state meanwhile
         if book.snapshot is not None and member.listening_from <= book.snapshot.step:
             return Answer(Verdict.SYNC, "", book.snapshot)
+    if run.is_applying:
+        return Answer(Verdict.WAIT, f"step {step} is being applied")
     if book.checkpoint is not None and book.checkpoint.step == step:
         return Answer(Verdict.SYNC, "", book.checkpoint)
     if servers(members, member.stage, step):
         return Answer(Verdict.WAIT, "a state to fetch is being prepared")
+    resting = [m for m in members.of_stage(member.stage, "paused", "draining") if has_state(m, step, book)]
+    if resting:  # the step stands still until somebody serves, so there will be no snapshot to wait for
+        digests = sorted(m.state_digest for m in resting)
+        digest = book.digest or max(digests, key=digests.count)
+        return Answer(Verdict.SYNC, "", StateOffer(step, digest, tuple(m.peer_id for m in resting)))
     return Answer(Verdict.WAIT, f"nobody has the state of stage {member.stage} at step {step}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmtrain.chain.dispatch import Dispatcher
-from swarmtrain.coordinator.admission import StageBook
+from swarmtrain.coordinator.admission import StageBook, Standing
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member, Members
@@ -37,6 +37,7 @@ class RunContext:
     events: Events
     step: int = 0  # applied steps
     decided: Decision | None = None  # the last decision; being carried out while its step is `step`
+    prepared: frozenset[tuple[str, str]] = frozenset()  # who holds the sums of the last decision
     is_over: bool = False
     members: Members = field(default_factory=Members)
     books: StepBooks | None = None
@@ -46,6 +47,12 @@ class RunContext:
     faults: Faults = field(default_factory=Faults)
     tally: Tally = field(default_factory=Tally)
     waits_for: str = ""  # why nothing goes on, or empty
+
+    @property
+    def standing(self) -> Standing:
+        """Where the run stands, for judging peers."""
+        decided = self.decided.step if self.decided is not None else None
+        return Standing(self.step, decided, self.prepared, self.is_over)
 
     def in_background(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         """Do `work` whether or not anybody waits for it."""
@@ -76,10 +83,10 @@ class RunContext:
             self.changed.notify_all()
 
     async def lose(self, member: Member, reason: str, *, must_sync: bool = False) -> None:
-        """A peer is gone, or (`must_sync`) of no use as it is: forget it, and void what only it had."""
+        """A peer is gone, or (`must_sync`) of no use in this step: forget it, and void what only it had."""
         current = self.members.get(member.peer_id)
         if current is not None and current.incarnation == member.incarnation:
-            self.members.remove(member.peer_id, must_sync=must_sync)
+            self.members.remove(member.peer_id, excluded_at=self.step if must_sync else None)
             self.events.emit(PeerLost(member.peer_id, member.stage, reason))
         if self.books is not None:
             self.books.lose(member.stage, member.key)

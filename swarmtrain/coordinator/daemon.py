@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.boundary import codec_pair
+from swarmtrain.chain.claim import Claim
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
@@ -28,10 +29,11 @@ from swarmtrain.coordinator.enrolment import Enrolment
 from swarmtrain.coordinator.journal import Journal, JournalError
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
+from swarmtrain.coordinator.rivals import check_running, check_start
 from swarmtrain.coordinator.run import Run
 from swarmtrain.coordinator.web import page_routes, same_port_as_before
 from swarmtrain.data.sampler import Sampler
-from swarmtrain.errors import ExitCode, StorageError, SwarmtrainError
+from swarmtrain.errors import StorageError, SwarmtrainError
 from swarmtrain.net.directory import Directory, DirectoryOptions, TopicRule
 from swarmtrain.net.errors import LinkClosed, NetError, Refusal
 from swarmtrain.net.exchange import Exchange
@@ -85,13 +87,6 @@ class CoordinatorOptions:
     faults: Faults = field(default_factory=Faults)
 
 
-class Superseded(SwarmtrainError):
-    """Another coordinator with a higher term has taken over the run."""
-
-    error_id = "ST-SUPERSEDED"
-    exit_code = ExitCode.REFUSED
-
-
 class CoordinatorDaemon:
     """One run's coordinator. `run` returns when the run's steps are done or it was asked to stop."""
 
@@ -116,6 +111,7 @@ class CoordinatorDaemon:
         async with contextlib.AsyncExitStack() as stack:
             self._open(stack)
             host, directory, node = await self._connect(stack)
+            await self._take_term(directory, host)
             self._build(stack, host, node, directory)
             await self._control(stack)
             await self._serve_page(stack)
@@ -156,8 +152,6 @@ class CoordinatorDaemon:
                 f"{options.state_dir} holds another run", fix="use its own manifest, or another --state-dir"
             )
         self.journal.set("manifest", options.manifest.canonical())
-        self.term = int(self.journal.get("term") or 0) + 1
-        self.journal.set("term", str(self.term))
         self.run_id = run_id_of(options.manifest.digest(), self._key.public_bytes)
         self.journal.set("run_id", self.run_id)
 
@@ -181,6 +175,12 @@ class CoordinatorDaemon:
         stack.push_async_callback(directory.close)
         self._phase("network", ", ".join(host.addresses()[:2]))
         return host, directory, node
+
+    async def _take_term(self, directory: Directory, host: Host) -> None:
+        """The next one; noted only if nobody coordinates under it or a later one: trying again changes nothing."""
+        self.term = int(self.journal.get("term") or 0) + 1
+        await check_start(directory, Claim(self.term, self.journal.num_steps(), host.peer_id))
+        self.journal.set("term", str(self.term))
 
     def _build(self, stack: contextlib.AsyncExitStack, host: Host, node: Node, directory: Directory) -> None:
         manifest = self.options.manifest
@@ -260,7 +260,7 @@ class CoordinatorDaemon:
             await asyncio.sleep(ANNOUNCE_S)
 
     async def _announce_once(self, directory: Directory, host: Host) -> None:
-        value = {"t": self.context.term, "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
+        value = {**self._claim().as_value(), "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
         if self.context.is_over:
             value["over"] = True
         try:
@@ -268,27 +268,14 @@ class CoordinatorDaemon:
         except SwarmtrainError as error:
             log.warning("cannot announce the coordinator: %s", error)
 
+    def _claim(self) -> Claim:
+        return Claim(self.context.term, self.context.step, self.context.node.peer_id)
+
     async def _watch_rivals(self, directory: Directory) -> None:
         """A coordinator that was replaced ends."""
         while True:
             await asyncio.sleep(ANNOUNCE_S)
-            try:
-                await self._check_rivals(directory)
-            except Superseded:
-                raise
-            except SwarmtrainError as error:
-                log.info("cannot look for other coordinators: %s", error)
-
-    async def _check_rivals(self, directory: Directory) -> None:
-        """Peers obey the highest term only: a coordinator that was replaced has nothing left to do."""
-        for peer_id, record in (await directory.lookup(COORDINATOR_TOPIC)).items():
-            value = record.value
-            term = value.get("t") if isinstance(value, dict) else None
-            if isinstance(term, int) and term > self.context.term:
-                raise Superseded(
-                    f"{peer_id[-8:]} coordinates this run under term {term}; this one's is {self.context.term}",
-                    fix="leave the run to it, or stop it first",
-                )
+            await check_running(directory, self._claim())
 
     async def _until_stopped(self, work: Any) -> None:
         """Run `work` unless asked to stop."""

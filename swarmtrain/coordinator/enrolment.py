@@ -46,14 +46,7 @@ class Enrolment:
         self._tell_decision(member)
         if member.state == "serving" and (former is None or former.state != "serving"):
             context.events.emit(PeerJoined(member.peer_id, member.stage, member.step))
-        answer = judge(
-            member,
-            context.members,
-            context.step,
-            context.stages[sign.stage],
-            decided=context.decided.step if context.decided is not None else None,
-            is_over=context.is_over,
-        )
+        answer = judge(member, context.members, context.standing, context.stages[sign.stage])
         if answer.verdict is Verdict.SERVE:
             context.members.admit(peer_id)
         await context.notify()

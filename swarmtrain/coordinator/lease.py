@@ -149,6 +149,8 @@ class Leases:
                 if refusal.code == Code.DIVERGED:
                     raise DivergedError(refusal.text, fix="lower optimizer.learning_rate") from refusal
                 log.info("lease (%d, %d): %s", work.step, work.microbatch, refusal)
+                if refusal.code == Code.NOBODY:
+                    self._in_flight.lost()
                 await self._context.dispatcher.neighbours.wait_for_news(1.0)
 
     def _work(

@@ -10,7 +10,7 @@ from swarmtrain.wire.messages import Enroll, Hop
 
 SILENT_S = 10.0  # a peer that has not shown a sign of life for so long is lost
 METRICS_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,64}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
-MAX_USELESS = 4096  # how many are remembered; an older one that comes back is judged by its state alone
+MAX_EXCLUDED = 4096  # how many are remembered; an older one that comes back is judged by its state alone
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,13 @@ class Member:
     listening_from: int | None = None  # first step whose reduced gradient a newcomer has been hearing
     metrics: str = ""  # HOST:PORT of its metrics
     spent: tuple[float, ...] = ()  # seconds: compute, reduce, queue, wire, idle
-    must_sync: bool = False  # it had been given up and came back, but is of no use as it is
+    excluded_at: int | None = None  # it had been given up at this step, and was not told to serve since then
     was_admitted: bool = False  # it was told to serve; that it does may be heard from others first
+
+    @property
+    def must_sync(self) -> bool:
+        """It says that it serves, and does not know better."""
+        return self.excluded_at is not None and self.state == "unknown"
 
     @property
     def key(self) -> tuple[str, str]:
@@ -46,15 +51,14 @@ class Members:
 
     def __init__(self) -> None:
         self._by_peer: dict[str, Member] = {}
-        self._useless: OrderedDict[tuple[str, str], None] = OrderedDict()  # until they fetch the state again
+        self._excluded: OrderedDict[tuple[str, str], int] = OrderedDict()  # the step; until they are told to serve
 
     def enroll(self, peer_id: str, sign: Enroll, now: float) -> Member | None:
         """Note a sign of life. Returns the former incarnation if the peer has restarted."""
         former = self._by_peer.get(peer_id)
         is_same = former is not None and (former.incarnation, former.stage) == (sign.incarnation, sign.stage)
-        if sign.state != "serving":
-            self._useless.pop((peer_id, sign.incarnation), None)
-        must_sync = (peer_id, sign.incarnation) in self._useless
+        excluded_at = self._excluded.get((peer_id, sign.incarnation))
+        is_deluded = excluded_at is not None and sign.state == "serving"
         is_waiting = sign.state == "syncing"  # only those who wait for a state listen
         step, digest = sign.step, sign.state_digest
         is_late = former is not None and is_same and former.state in ("serving", "syncing") and former.step > step
@@ -64,7 +68,7 @@ class Members:
             peer_id=peer_id,
             incarnation=sign.incarnation,
             stage=sign.stage,
-            state="unknown" if must_sync else sign.state,  # it says that it serves, and does not know better
+            state="unknown" if is_deluded else sign.state,
             step=step,
             state_digest=digest,
             up_bytes_per_s=sign.up_bytes_per_s,
@@ -76,7 +80,7 @@ class Members:
             listening_from=former.listening_from if former is not None and is_same and is_waiting else None,
             metrics=sign.metrics if METRICS_ADDRESS.fullmatch(sign.metrics) else "",
             spent=sign.spent,
-            must_sync=must_sync,
+            excluded_at=excluded_at,
         )
         return None if is_same else former
 
@@ -95,7 +99,8 @@ class Members:
         """A peer was told to serve: from now on its work counts."""
         member = self._by_peer.get(peer_id)
         if member is not None:
-            self._by_peer[peer_id] = replace(member, was_admitted=True)
+            self._excluded.pop(member.key, None)
+            self._by_peer[peer_id] = replace(member, was_admitted=True, excluded_at=None)
 
     def of_stage(self, stage: int, *states: str) -> list[Member]:
         """The peers of a stage in one of `states`, in a fixed order."""
@@ -127,19 +132,26 @@ class Members:
             self._by_peer[key[0]] = replace(member, listening_from=None)
 
     def forget_steps(self) -> None:
-        """The run was rolled back: nobody's state counts until its next sign of life."""
+        """The run was rolled back: no state counts until its peer's next sign of life, and nobody is left out."""
+        self._excluded.clear()
         for member in self.everybody():
             self._by_peer[member.peer_id] = replace(
-                member, listening_from=None, step=0, state_digest="", state="unknown", was_admitted=False
+                member,
+                listening_from=None,
+                step=0,
+                state_digest="",
+                state="unknown",
+                was_admitted=False,
+                excluded_at=None,
             )
 
-    def remove(self, peer_id: str, *, must_sync: bool = False) -> Member | None:
-        """A peer is gone. With `must_sync`, this incarnation has to fetch the state should it come back."""
+    def remove(self, peer_id: str, *, excluded_at: int | None = None) -> Member | None:
+        """A peer is gone. With `excluded_at`, this incarnation is of no use in that step should it come back."""
         member = self._by_peer.pop(peer_id, None)
-        if member is not None and must_sync:
-            self._useless[member.key] = None
-            while len(self._useless) > MAX_USELESS:
-                self._useless.popitem(last=False)
+        if member is not None and excluded_at is not None:
+            self._excluded[member.key] = excluded_at
+            while len(self._excluded) > MAX_EXCLUDED:
+                self._excluded.popitem(last=False)
         return member
 
     def excuse(self, seconds: float) -> None:

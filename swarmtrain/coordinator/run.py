@@ -89,13 +89,14 @@ class Run:
         since: dict[int, float] = {}
         while True:
             await asyncio.sleep(WATCH_S)
-            now = time.monotonic()
+            now, run = time.monotonic(), context.standing
+            has_newest = run.step == self._checkpoints.step and not run.is_applying  # nothing to go back to
             for stage in range(context.manifest.stages.count):
                 holders = context.members.of_stage(stage, "serving", "draining", "paused")
-                is_held = any(member.step >= context.step for member in holders)
+                is_held = any(run.holds(member) for member in holders)
                 self._note_stage(stage, empty=not is_held and not holders)
                 can_return = bool(context.members.of_stage(stage, "serving", "syncing", "joining"))
-                if is_held or not can_return or context.step == self._checkpoints.step:
+                if is_held or not can_return or has_newest:
                     since.pop(stage, None)
                 elif now - since.setdefault(stage, now) > ROLL_BACK_AFTER_S:
                     return stage
@@ -108,6 +109,7 @@ class Run:
         step = self._checkpoints.step
         context.events.emit(RunRolledBack(stage, context.step, step))
         context.books = context.decided = None
+        context.prepared = frozenset()
         context.term += 1
         context.journal.set("term", str(context.term))
         context.journal.roll_back(step)

@@ -46,6 +46,7 @@ class StepDriver:
         context.faults.hit(Point.BEFORE_DECISION)
         context.journal.decide(decision)
         context.decided = decision
+        context.prepared = frozenset(member.key for stage in prepared for member in stage.members)
         context.faults.hit(Point.AFTER_DECISION)
         result = await self._applies.carry_out(decision, prepared, checkpoint=checkpoint)
         context.tally.decided(decision)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from swarmtrain.chain.claim import Claim
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, checked_offer
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.errors import ExitCode, SwarmtrainError
@@ -84,26 +86,24 @@ class CoordinatorLink:
         await asyncio.sleep(LOOK_AGAIN_S)
 
     async def look(self) -> bool:
-        """Read the directory once; True if a coordinator is listed. The highest term counts."""
+        """Read the directory once; True if a coordinator is listed. The greatest claim counts."""
         try:
             records = await self._directory.lookup(COORDINATOR_TOPIC)
         except SwarmtrainError as error:
             log.debug("cannot read the directory: %s", error)
             return False
-        found = False
-        for peer_id, record in records.items():
-            value = record.value
-            if not isinstance(value, dict) or not isinstance(value.get("t"), int):
-                continue
-            found = True
-            if value["t"] >= self.term:
-                self.term, self.peer_id = value["t"], peer_id
-                self.rules = MoveRules.from_value(value.get("m")) or self.rules
-                self.is_over = value.get("over") is True
-                addresses = value.get("a")
-                if isinstance(addresses, list):
-                    self._host.learn([text for text in addresses[:16] if isinstance(text, str)], of=peer_id)
-        return found
+        claims = [claim for peer_id, record in records.items() if (claim := Claim.read(peer_id, record.value))]
+        if claims and (best := max(claims)).term >= self.term:
+            self._follow(best, records[best.peer_id].value)
+        return bool(claims)
+
+    def _follow(self, claim: Claim, value: Any) -> None:
+        self.term, self.peer_id = claim.term, claim.peer_id
+        self.rules = MoveRules.from_value(value.get("m")) or self.rules
+        self.is_over = value.get("over") is True
+        addresses = value.get("a")
+        if isinstance(addresses, list):
+            self._host.learn([text for text in addresses[:16] if isinstance(text, str)], of=claim.peer_id)
 
     async def fetch_run(self, *, timeout_s: float) -> Manifest:
         """The run's manifest, checked against the invite."""

@@ -74,6 +74,7 @@ class Steps:
         self._context = context
         self._attempt = _NO_ATTEMPT  # term, step, attempt
         self._task: asyncio.Task[Prepared | Unprepared] | None = None
+        self._beginning = asyncio.Lock()  # held while one attempt replaces another
         self._reducing: Attempt | None = None
         self._past: dict[tuple[int, int, int], Attempt] = {}
         self._hearing: dict[int, _Hearing] = {}  # by step: what a newcomer receives, one after the other
@@ -98,21 +99,28 @@ class Steps:
             task = self._hear(prepare)
         else:
             await context.reach_step(prepare.step, timeout_s=STEP_WAIT_S)
-            wanted = (prepare.term, prepare.step, prepare.attempt)
-            if wanted < self._attempt:
-                raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up")
-            if wanted > self._attempt or self._task is None:
-                self.drop_receptions()  # it is one of the others now
-                await self._give_up(next_step=prepare.step)
-                self._attempt = wanted
-                self._task = asyncio.create_task(self._prepare(prepare), name=f"prepare step {prepare.step}")
-            task = self._task
+            task = await self._begin(prepare)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
                 raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up") from None
             raise
+
+    async def _begin(self, prepare: Prepare) -> asyncio.Task[Prepared | Unprepared]:
+        """The attempt that is asked for; the one before is given up. One at a time: ending an attempt takes a while."""
+        context, wanted = self._context, (prepare.term, prepare.step, prepare.attempt)
+        async with self._beginning:
+            if wanted < self._attempt or prepare.step != context.step:
+                raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up")
+            if context.state is PeerState.SYNCING:
+                raise context.refuse(Code.BEHIND, "this peer begins to fetch its state", retry_after_s=0.5)
+            if wanted > self._attempt or self._task is None:
+                self.drop_receptions()  # it is one of the others now
+                await self._give_up(next_step=prepare.step)
+                self._attempt = wanted
+                self._task = asyncio.create_task(self._prepare(prepare), name=f"prepare step {prepare.step}")
+            return self._task
 
     def _hear(self, prepare: Prepare) -> asyncio.Task[Prepared | Unprepared]:
         """A newcomer receives a step's reduction when it has those before it: the others may be steps ahead."""
@@ -244,18 +252,20 @@ class Steps:
     async def forget(self) -> None:
         """Another state is coming: what was computed, prepared or decided before does not count."""
         context = self._context
-        await self._give_up()
+        async with self._beginning:
+            await self._give_up()
+            self._attempt = _NO_ATTEMPT
         await self._stop_hearing()
         async with self._applying:
             self._ready.clear()
             self._decisions.clear()
-            self._attempt = _NO_ATTEMPT
             await context.compute.run(Kind.STEP, _STEP_JOB, context.jobs.drop_work)
             await context.enter_step(context.step)
 
     async def close(self) -> None:
         """Give up what is under way."""
-        await self._give_up()
+        async with self._beginning:
+            await self._give_up()
         await self._stop_hearing()
 
     async def _stop_hearing(self) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from swarmtrain.chain.dispatch import Dispatcher
+from swarmtrain.chain.dispatch import Dispatcher, _Watch
 from swarmtrain.chain.neighbours import router_options
-from swarmtrain.net.errors import CallRefused, LinkClosed, PeerUnreachable, Refusal
+from swarmtrain.net.errors import CallRefused, CallTimeout, LinkClosed, PeerUnreachable, Refusal
 from swarmtrain.route.views import PeerView, Pick, StageSnapshot
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Work
@@ -219,5 +219,30 @@ def test_a_busy_peer_is_not_given_up() -> None:
         assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
         assert [peer for peer, _ in node.calls] == ["a", "a"]
         assert ("busy", "a") in neighbours.router.told
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_cancellation_that_meets_the_end_of_the_callees_time_is_not_lost(is_cancelled: bool) -> None:
+    """Whoever leases would begin anew, for ever, although it was told to end."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        asked, watch = asyncio.Event(), _Watch(1000.0)
+
+        async def stalls() -> Done:
+            asked.set()
+            await loop.create_future()
+            return DONE
+
+        call = asyncio.ensure_future(stalls())
+        calling = asyncio.create_task(watch.run(call))
+        await asked.wait()
+        watch._expire(call)  # as the timer does, in the instant in which the caller is told to end
+        if is_cancelled:
+            calling.cancel()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else CallTimeout):
+            await calling
 
     run(main())

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarmtrain.coordinator.admission import Answer, StageBook, StateOffer, judge
-from swarmtrain.coordinator.members import MAX_USELESS, Member, Members
+import pytest
+
+from swarmtrain.coordinator.admission import Answer, StageBook, Standing, StateOffer, judge
+from swarmtrain.coordinator.members import MAX_EXCLUDED, Member, Members
 from swarmtrain.wire.messages import Enroll, Hop, Verdict
 
 SIGN = Enroll("run", 1, "serving", "1", 5, "d5", 0.0, 0.0, 0.0, 0.0, "", "")
 BOOK = StageBook(digest="d5")
 
 
-def told(sign: Enroll, *, step: int = 5, book: StageBook = BOOK, decided: int | None = 4, others: str = "") -> Answer:
+def told(
+    sign: Enroll,
+    *,
+    step: int = 5,
+    book: StageBook = BOOK,
+    decided: int | None = 4,
+    prepared: bool = False,
+    others: str = "",
+) -> Answer:
     members = Members()
     members.enroll("a", sign, 0.0)
     if others:
         members.enroll("b", replace(SIGN, state=others), 0.0)
     member = members.get("a")
     assert member is not None
-    return judge(member, members, step, book, decided=decided, is_over=False)
+    return judge(member, members, Standing(step, decided, frozenset({("a", "1")} if prepared else ())), book)
 
 
 def test_a_peer_with_the_runs_state_serves() -> None:
@@ -40,6 +50,28 @@ def test_a_peer_just_before_the_last_decision_is_kept() -> None:
 
 def test_a_peer_just_after_the_decision_under_way_is_kept() -> None:
     assert told(replace(SIGN, step=6, state_digest="d6"), decided=5).verdict is Verdict.SERVE
+
+
+@pytest.mark.parametrize("state", ["joining", "syncing"])
+@pytest.mark.parametrize("step", [0, 5])
+def test_the_state_before_a_decision_is_of_no_use_without_the_sum_that_was_decided(step: int, state: str) -> None:
+    """Not even if the seed or a checkpoint gives it: who serves with it cannot apply the step."""
+    book = StageBook("d5", checkpoint=StateOffer(5, "d5", ("coordinator",)))
+    newcomer = replace(SIGN, step=step, state=state)
+    assert told(newcomer, step=step, book=book, decided=step).verdict is Verdict.WAIT
+    assert told(replace(newcomer, step=9), step=step, book=book, decided=step).verdict is Verdict.WAIT
+    assert told(newcomer, step=step, book=book, decided=step, prepared=True).verdict is Verdict.SERVE
+    assert told(newcomer, step=step, book=book, decided=step - 1).verdict is Verdict.SERVE
+
+
+def test_while_a_decision_is_carried_out_a_stage_is_held_by_who_has_its_sum_or_has_applied_it() -> None:
+    members = Members()
+    for peer_id, step in (("old", 4), ("other", 5), ("prepared", 5), ("applied", 6)):
+        members.enroll(peer_id, replace(SIGN, step=step), 0.0)
+    applying, before = Standing(5, 5, frozenset({("prepared", "1")})), Standing(5, 4)
+    everybody = members.everybody()
+    assert [member.peer_id for member in everybody if applying.holds(member)] == ["applied", "prepared"]
+    assert [member.peer_id for member in everybody if before.holds(member)] == ["applied", "other", "prepared"]
 
 
 def test_after_a_rollback_a_peer_one_step_ahead_goes_back() -> None:
@@ -69,6 +101,17 @@ def test_a_newcomer_waits_while_others_have_the_state_and_fetches_what_they_keep
     assert verdict(members, book) is Verdict.WAIT
 
 
+@pytest.mark.parametrize("resting", ["paused", "draining"])
+def test_a_newcomer_fetches_the_state_of_who_has_it_and_takes_no_work(resting: str) -> None:
+    newcomer = replace(SIGN, state="syncing", step=0, state_digest="")
+    for book in (BOOK, StageBook()):  # after a restart nobody has reported a digest
+        answer = told(newcomer, book=book, others=resting)
+        assert answer.verdict is Verdict.SYNC
+        assert answer.offer == StateOffer(5, "d5", ("b",))
+    assert told(newcomer, book=StageBook("another"), others=resting).verdict is Verdict.WAIT
+    assert told(newcomer, decided=5, others=resting).verdict is Verdict.WAIT  # it will be past that state soon
+
+
 def test_a_newcomer_that_follows_is_not_sent_to_a_newer_state_that_another_was_given() -> None:
     members = Members()
     members.enroll("a", replace(SIGN, state="syncing", step=0, state_digest=""), 0.0)
@@ -77,10 +120,10 @@ def test_a_newcomer_that_follows_is_not_sent_to_a_newer_state_that_another_was_g
     assert verdict(members, StageBook("d6", snapshot=StateOffer(5, "d5", ("b",)))) is Verdict.WAIT
 
 
-def verdict(members: Members, book: StageBook) -> Verdict:
+def verdict(members: Members, book: StageBook, *, step: int = 6) -> Verdict:
     member = members.get("a")
     assert member is not None
-    return judge(member, members, 6, book, decided=5, is_over=False).verdict
+    return judge(member, members, Standing(step, step - 1), book).verdict
 
 
 def test_a_newcomer_in_the_middle_of_a_download_is_not_sent_to_another_state() -> None:
@@ -93,15 +136,34 @@ def test_a_newcomer_in_the_middle_of_a_download_is_not_sent_to_another_state() -
     assert member.listening_from == 5
 
 
-def test_whom_the_others_cannot_work_with_must_fetch_the_state_again() -> None:
+def left_out(*, with_another: bool) -> Members:
+    """A peer that the others could not work with in step 5."""
     members = Members()
     members.enroll("a", SIGN, 0.0)
-    members.remove("a", must_sync=True)
+    if with_another:
+        members.enroll("b", SIGN, 0.0)
+    members.remove("a", excluded_at=5)
+    return members
+
+
+def test_whom_the_others_cannot_work_with_must_fetch_a_later_state() -> None:
+    members = left_out(with_another=True)
     members.enroll("a", SIGN, 1.0)
-    assert verdict(members, BOOK) is Verdict.WAIT
-    members.enroll("a", replace(SIGN, state="syncing"), 2.0)
-    members.enroll("a", replace(SIGN, step=6), 3.0)
-    assert verdict(members, StageBook("d5")) is Verdict.SERVE
+    assert verdict(members, BOOK, step=5) is Verdict.WAIT
+    members.enroll("a", replace(SIGN, state="syncing"), 2.0)  # it has dropped its work, but not left the step
+    assert verdict(members, BOOK, step=5) is Verdict.WAIT
+    members.enroll("a", replace(SIGN, state="syncing", step=6, state_digest="d6"), 3.0)
+    assert verdict(members, StageBook("d6")) is Verdict.SERVE
+
+
+def test_whom_the_others_could_not_work_with_comes_back_when_they_are_gone() -> None:
+    members = left_out(with_another=False)
+    members.enroll("a", replace(SIGN, state="syncing"), 1.0)
+    assert verdict(members, BOOK, step=5) is Verdict.SERVE
+    members.admit("a")
+    members.enroll("a", SIGN, 2.0)
+    assert verdict(members, BOOK, step=5) is Verdict.SERVE
+    assert members.of_stage(1, "serving")
 
 
 def test_a_lost_peer_that_comes_back_before_the_decision_is_told_of_it() -> None:
@@ -123,12 +185,12 @@ def test_only_what_a_living_incarnation_did_on_its_own_stage_counts() -> None:
     assert not members.counts(Hop(1, "a", "1"))
 
 
-def test_the_memory_of_useless_peers_is_bounded() -> None:
+def test_the_memory_of_excluded_peers_is_bounded() -> None:
     members = Members()
-    for number in range(MAX_USELESS + 10):
+    for number in range(MAX_EXCLUDED + 10):
         members.enroll(f"p{number}", SIGN, 0.0)
-        members.remove(f"p{number}", must_sync=True)
-    assert len(members._useless) == MAX_USELESS
+        members.remove(f"p{number}", excluded_at=5)
+    assert len(members._excluded) == MAX_EXCLUDED
 
 
 def test_a_member_is_what_its_newest_sign_says() -> None:

@@ -10,13 +10,15 @@ import pytest
 
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.lease import Leases, Room
+from swarmtrain.net.errors import Refusal
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Done, Enroll, Hop, Work
+from swarmtrain.wire.messages import Code, Done, Enroll, Hop, Work
 
 from .contexts import bare_context
 
 NUM_MICROBATCHES = 120
 NUM_STAGES = 2
+NUM_LOST = 3
 
 
 class Pipeline:
@@ -102,3 +104,27 @@ def test_room_that_grows_lets_more_in() -> None:
         return entered
 
     assert asyncio.run(main()) == [0, 1, 2]
+
+
+def test_a_lease_that_ran_out_makes_the_window_smaller_and_is_given_again() -> None:
+    class Stuck(Pipeline):
+        async def call(self, work: Work, **_: object) -> Done:
+            if len(self.seen) < NUM_LOST:
+                self.seen.append(work.microbatch)
+                raise Refusal(Code.NOBODY, "nobody did it in time")
+            return await super().call(work)
+
+    async def news(timeout_s: float) -> None:
+        await asyncio.sleep(0)
+
+    async def main() -> tuple[int, int, list[int]]:
+        pipeline = Stuck(0.0, 0.9)
+        pipeline.neighbours = SimpleNamespace(wait_for_news=news)  # type: ignore[attr-defined]
+        leases = leases_over(pipeline, num_peers=0)
+        before = leases.window()
+        await leases._lease(0, 5, StepBooks(NUM_STAGES, NUM_MICROBATCHES), ())
+        return before, leases.window(), pipeline.seen
+
+    before, after, seen = asyncio.run(main())
+    assert after < before
+    assert seen == [5] * (NUM_LOST + 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.coordinator.members import MAX_USELESS, SILENT_S, Members
+from swarmtrain.coordinator.members import MAX_EXCLUDED, SILENT_S, Members
 from swarmtrain.wire.messages import Enroll, Hop
 
 
@@ -68,18 +68,30 @@ def test_who_syncs_is_believed_when_it_says_that_it_is_behind() -> None:
     assert member.step == 0
 
 
-def test_a_useless_incarnation_that_comes_back_is_known_until_it_has_synced() -> None:
+def test_an_excluded_incarnation_that_comes_back_is_known_until_it_is_told_to_serve() -> None:
     members = Members()
     members.enroll("p", sign(), now=0.0)
-    members.remove("p", must_sync=True)
+    members.remove("p", excluded_at=0)
     members.enroll("p", sign(), now=1.0)
     assert members.get("p").must_sync  # type: ignore[union-attr]
     assert not members.of_stage(0, "serving")  # whatever it says itself
     assert not members.counts(Hop(0, "p", "a"))
     members.enroll("p", sign(state="syncing"), now=2.0)
-    members.enroll("p", sign(), now=3.0)
+    assert members.get("p").excluded_at == 0  # type: ignore[union-attr]
     assert not members.get("p").must_sync  # type: ignore[union-attr]
+    members.admit("p")
+    members.enroll("p", sign(), now=3.0)
+    assert members.get("p").excluded_at is None  # type: ignore[union-attr]
     assert members.counts(Hop(0, "p", "a"))
+
+
+def test_after_a_rollback_nobody_is_excluded() -> None:
+    members = Members()
+    members.enroll("p", sign(), now=0.0)
+    members.remove("p", excluded_at=7)
+    members.forget_steps()
+    members.enroll("p", sign(), now=1.0)
+    assert members.get("p").excluded_at is None  # type: ignore[union-attr]
 
 
 def test_only_those_who_wait_for_a_state_listen_and_each_from_its_own_step() -> None:
@@ -107,12 +119,12 @@ def test_a_hop_counts_only_for_the_incarnation_and_stage_that_is_there() -> None
     assert not members.counts(Hop(1, "p", "a"))
 
 
-def test_the_useless_are_remembered_within_bounds() -> None:
+def test_the_excluded_are_remembered_within_bounds() -> None:
     members = Members()
-    for number in range(MAX_USELESS + 10):
+    for number in range(MAX_EXCLUDED + 10):
         members.enroll(f"p{number}", sign(), now=0.0)
-        members.remove(f"p{number}", must_sync=True)
-    assert len(members._useless) == MAX_USELESS
+        members.remove(f"p{number}", excluded_at=0)
+    assert len(members._excluded) == MAX_EXCLUDED
     assert members.everybody() == []
 
 

@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
+from patience import PATIENCE
+
 from swarmtrain.net.core import LinkOptions, Shared
 from swarmtrain.net.exchange import Exchange, Handler
 from swarmtrain.net.link import Link
@@ -88,7 +90,7 @@ def run(
     """Run a test; afterwards no task may be left."""
 
     async def main() -> None:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s * PATIENCE):
             await coroutine
         left_over = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left_over, f"tasks left behind: {left_over}"
@@ -99,7 +101,7 @@ def run(
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
     """Let the loop turn until `condition` holds."""
-    async with asyncio.timeout(timeout_s):
+    async with asyncio.timeout(timeout_s * PATIENCE):
         while not condition():
             await next_turn()
     assert condition(), what

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import psutil
 import uvloop
+from patience import PATIENCE
 
 from swarmtrain.net.host import Host, HostOptions
 from swarmtrain.net.transport import ByteStream
@@ -33,7 +34,7 @@ def run(main: Coroutine[Any, Any, T], *, loop: str = "uvloop", deadline_s: float
     """Run a test's coroutine on the named event loop; whatever hangs fails."""
 
     async def bounded() -> T:
-        async with asyncio.timeout(deadline_s):
+        async with asyncio.timeout(deadline_s * PATIENCE):
             return await main
 
     return uvloop.run(bounded()) if loop == "uvloop" else asyncio.run(bounded())
@@ -41,7 +42,7 @@ def run(main: Coroutine[Any, Any, T], *, loop: str = "uvloop", deadline_s: float
 
 async def until(condition: Callable[[], bool], what: str, *, deadline_s: float = DEADLINE_S) -> None:
     """Wait for a state that nobody announces."""
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + deadline_s * PATIENCE
     while not condition():
         if time.monotonic() >= end:
             raise TimeoutError(f"this never became true: {what}")

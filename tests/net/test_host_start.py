@@ -30,6 +30,8 @@ from swarmtrain.net.identity import Identity
 
 from .host_helpers import LOOPBACK, hosts, run
 
+pytestmark = pytest.mark.swarm
+
 
 def start_fails(error_type: type[HostError], state_dir: Path, **options: Any) -> HostError:
     """Start a host that cannot start, twice (so that the first failure left nothing in the way); the error."""

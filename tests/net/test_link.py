@@ -217,6 +217,9 @@ def test_a_request_that_breaks_its_schema_is_not_sent() -> None:
     run(main())
 
 
+DEADLINE_S = 0.5  # a busy machine must get the request across in it
+
+
 def test_a_deadline_ends_the_call_and_tells_the_callee() -> None:
     deadlines: list[float] = []
     ended = []
@@ -230,9 +233,9 @@ def test_a_deadline_ends_the_call_and_tells_the_callee() -> None:
     async def main() -> None:
         left, right = make_links(right_handler=handler)
         with pytest.raises(CallTimeout, match="ask"):
-            await left.call(Ask(1), deadline_s=0.05)
+            await left.call(Ask(1), deadline_s=DEADLINE_S)
         await until(lambda: ended == [True], "the handler must learn of it")
-        assert 0 < deadlines[0] <= 0.05
+        assert 0 < deadlines[0] <= DEADLINE_S
         await until(lambda: right.num_open_calls == 0, "the call must be forgotten")
         assert left.is_open
         await close_both(left, right)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from patience import PATIENCE
 
 from swarmtrain.net.directory import Directory, DirectoryOptions
 from swarmtrain.net.errors import PeerUnreachable
@@ -24,6 +25,8 @@ from swarmtrain.net.p2pd import bundled_p2pd
 
 from . import netns
 from .host_helpers import Collector, echo_server, until
+
+pytestmark = pytest.mark.swarm
 
 ANYWHERE = ("/ip4/0.0.0.0/tcp/0",)
 
@@ -85,7 +88,7 @@ class Runner:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(90):
+            async with asyncio.timeout(90 * PATIENCE):
                 await work
 
         self._runner.run(bounded())
@@ -162,7 +165,9 @@ def test_a_relay_that_was_restarted_is_used_again(runner: Runner) -> None:
         await until(lambda: relay.p2pd_process_id != killed, "there is a new p2pd")
         received = swarm.lab.received_bytes("relay")
         size = 2**20
-        async with asyncio.timeout(30):  # the new one knows of no reservation until it is asked for one again
+        async with asyncio.timeout(
+            30 * PATIENCE
+        ):  # the new one knows of no reservation until it is asked for one again
             while True:
                 try:
                     await swarm.echo("nat1", "nat2", num_bytes=size)
@@ -199,7 +204,7 @@ def test_a_host_whose_cable_was_pulled_finds_back(runner: Runner) -> None:
         recoveries = directory.status().num_recoveries
         swarm.lab.plug("open", in_=False)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(30 * PATIENCE):
                 while directory.status().num_neighbours > 0:  # using it during the outage empties the table
                     await directory.lookup("peers")
         finally:

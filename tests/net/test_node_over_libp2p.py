@@ -22,6 +22,8 @@ from swarmtrain.wire.schema import Message
 
 from .helpers import MIB, REGISTRY, Ask, Reply, State, Tensor, echo, next_turn, pattern, run, until
 
+pytestmark = pytest.mark.swarm
+
 OPTIONS = NodeOptions(link=LinkOptions(heartbeat_s=1.0, missed_heartbeats=20), first_backoff_s=0.1, last_backoff_s=0.2)
 
 

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from swarmtrain.net.addresses import Address
 from swarmtrain.net.errors import PeerUnreachable
@@ -14,6 +15,8 @@ from swarmtrain.net.host import Host, HostOptions
 from swarmtrain.net.probe import answering, connect_once
 
 from .host_helpers import Collector, echo_server
+
+pytestmark = pytest.mark.swarm
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
@@ -86,7 +89,7 @@ def test_a_peer_that_came_back_is_reached_although_it_was_called_all_the_time(tm
             second.learn(first.addresses())
             await exchange(second, first)
             await first.close()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(30 * PATIENCE):
                 while first.peer_id in await second.connected_peers():  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 for _ in range(5):

@@ -18,6 +18,8 @@ from swarmtrain.net.relay import Reservation, read_answer, reserve
 
 from .host_helpers import LOOPBACK, hosts, is_running, run
 
+pytestmark = pytest.mark.swarm
+
 # HopMessage{type = STATUS, reservation{expire = 1, ...}, limit{duration = 120, data = 131072}, status = OK}
 DEFAULT_ANSWER = bytes.fromhex("08021a02080122060878108080082864")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, cast
 
 from net.memory_hosts import MemoryNetwork
@@ -37,5 +38,41 @@ def test_a_record_says_who_coordinates_under_which_term_and_that_the_run_is_over
         network.cut_off.add(first.peer_id)  # the coordinator is gone; what it said is still there
         assert await link.look()
         assert (link.term, link.is_over) == (4, True)
+
+    asyncio.run(main())
+
+
+def test_of_two_coordinators_with_one_term_the_one_that_got_further_is_followed_while_it_is_listed() -> None:
+    async def main() -> None:
+        network, key, now = MemoryNetwork(), RunKey.generate(), time.time()
+        first = network.host()
+        invite = Invite("run", key.public_bytes, first.addresses())
+        options = DirectoryOptions(rules=directory_rules(invite), clock=lambda: now)
+        directories = [await Directory.start(cast(Any, first), "run", options)]
+        directories.append(await Directory.start(cast(Any, network.host(first)), "run", options))
+        own = network.host(first)
+        link = CoordinatorLink(
+            invite, cast(Any, own), cast(Any, None), await Directory.start(cast(Any, own), "run", options)
+        )
+        ids = [directory._host.peer_id for directory in directories]
+
+        async def announce(which: int, term: int, step: int) -> str | None:
+            nonlocal now
+            now += 1.0
+            claim = {"t": term, "s": step, "a": []}
+            await directories[which].announce(COORDINATOR_TOPIC, claim, (20.0, 50.0)[which], signer=key.sign)
+            assert await link.look()
+            return link.peer_id
+
+        assert await announce(0, 4, 10) == ids[0]
+        assert await announce(1, 4, 9) == ids[0]
+        assert await announce(1, 4, 11) == ids[1]  # whatever the order of their ids
+        assert await announce(0, 4, 12) == ids[0]
+        assert await announce(1, 4, 11) == ids[0]
+        now += 20.0  # the record of the first has expired
+        assert await announce(1, 4, 11) == ids[1]
+        assert await announce(0, 5, 0) == ids[0]
+        assert await announce(0, 3, 50) == ids[0]
+        assert link.term == 5  # an outdated term is not followed
 
     asyncio.run(main())

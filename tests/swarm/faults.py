@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 
+import psutil
+
 from swarmtrain.run.manifest import Manifest
 
-from .harness import Daemon, Swarm, ask_daemon, tiny
+from .harness import Daemon, Swarm, ask_daemon, tiny, until
 
 NUM_STAGES = 3
 
@@ -14,6 +16,11 @@ NUM_STAGES = 3
 def three_stages(*overrides: str) -> Manifest:
     """First, middle and last: three stages of one small layer."""
     return tiny("stages.count=3", "model.num_layers=3", *overrides)
+
+
+def open_ended(*overrides: str) -> Manifest:
+    """As many steps as the test needs: `end_and_compare` ends the run at a checkpoint."""
+    return three_stages("schedule.steps=5000", "checkpoint.every=10", "checkpoint.keep=500", *overrides)
 
 
 def start_armed(swarm: Swarm, stage: int, faults: str) -> Daemon:
@@ -38,6 +45,19 @@ def wait_killed(swarm: Swarm, daemon: Daemon, point: str) -> None:
     swarm.wait_until(lambda: not daemon.is_running, f"{daemon.name} is killed at {point}")
     assert daemon.process.returncode == -signal.SIGKILL
     assert f"test fault: kill at {point}" in daemon.log.read_text()
+
+
+def wait_fault(swarm: Swarm, daemon: Daemon, action: str, point: str) -> None:
+    """The fault happened, and the daemon lives: it says so in its log."""
+    swarm.wait_until(
+        lambda: f"test fault: {action} at {point}" in daemon.log.read_text(), f"{daemon.name}: {action} at {point}"
+    )
+
+
+def wait_stopped(swarm: Swarm, daemon: Daemon, point: str) -> None:
+    """The fault happened: the daemon says so in its log, and stands still."""
+    wait_fault(swarm, daemon, "stop", point)
+    until(lambda: psutil.Process(daemon.pid).status() == psutil.STATUS_STOPPED, f"{daemon.name} has stopped")
 
 
 def hold(peer: Daemon) -> None:

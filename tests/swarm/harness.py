@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from patience import PATIENCE
 
 from swarmtrain.audit import Audit, audit
 from swarmtrain.checkpoint import Checkpoint, latest
@@ -39,7 +40,6 @@ from swarmtrain.run.presets import preset
 from .nursery import Forked, Nursery
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-PATIENCE = float(os.environ.get("SWARMTRAIN_TEST_PATIENCE", "1"))  # raise it on a busy machine
 WAIT_S = 90.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from swarmtrain.coordinator.journal import Journal
 from swarmtrain.model.buffers import StateLayout
 
-from .comparison import References, assert_equals_reference
-from .faults import NUM_STAGES, hold, last_step, release, start_armed, three_stages, wait_killed
-from .harness import Daemon, Swarm, ask_daemon
+from .comparison import References, assert_equals_reference, end_and_compare
+from .faults import NUM_STAGES, hold, last_step, open_ended, release, start_armed, three_stages, wait_killed
+from .harness import PATIENCE, Daemon, Swarm, ask_daemon, swarmtrain
 
 pytestmark = pytest.mark.swarm
+
+SEVERAL_CHUNKS = ("model.hidden_size=128", "model.ffn_size=2048")  # of 1 MiB, in each part of a stage's state
 
 
 def join_and_serve(swarm: Swarm, stage: int, gate: Daemon) -> Daemon:
@@ -26,7 +29,7 @@ def join_and_serve(swarm: Swarm, stage: int, gate: Daemon) -> Daemon:
 
 
 def test_newcomers_of_every_stage_follow_and_take_over(place: Path, reference: References) -> None:
-    manifest = three_stages("schedule.steps=40")
+    manifest = open_ended()
     with Swarm(manifest, place, num_peers=NUM_STAGES) as swarm:
         swarm.wait_step(2)
         gate = swarm.peers[1]
@@ -34,8 +37,7 @@ def test_newcomers_of_every_stage_follow_and_take_over(place: Path, reference: R
         assert all(newcomer.has("sync_progress", percent=100) for newcomer in newcomers)
         for former in (swarm.peers[0], swarm.peers[2]):
             former.kill()  # the newcomers now hold the only copies
-        swarm.wait_end()
-        assert_equals_reference(swarm, reference(manifest))
+        end_and_compare(swarm, reference)
         assert not swarm.events("run_rolled_back")
 
 
@@ -57,68 +59,130 @@ def test_a_newcomer_whose_line_just_carries_the_reductions_gets_its_state_beside
         line = f"{int(8 * num_bytes / (0.8 * step_s) / 1000)}kbit"
         newcomer = swarm.start_peer(1, "--max-down", line)
         swarm.wait_serving(newcomer)
-        assert newcomer.phases().count("syncing") == 1
+        assert_one_download(newcomer)
         swarm.wait_end()
         assert_equals_reference(swarm, reference(manifest))
 
 
+def assert_one_download(newcomer: Daemon) -> None:
+    """It fetched the state of one step, and every chunk that it had counted."""
+    progress = [event for event in newcomer.events if event["event"] == "sync_progress"]
+    percents = [event["percent"] for event in progress]
+    assert len({event["step"] for event in progress}) == 1, f"it started over: {progress}"
+    assert percents == sorted(set(percents))
+    assert percents[-1] == 100
+    assert len(percents) > 2, "a state of one piece shows nothing"
+
+
+def states_of(swarm: Swarm, peer: Daemon) -> dict[int, str]:
+    """By step, the digest of the state that a peer reported."""
+    peer_id = swarm.wait(peer, "phase_reached", phase="identity")["detail"]
+    with Journal(swarm.coordinator_dir / "journal.sqlite", read_only=True) as journal:
+        return {step: digest for step, _, peer, digest in journal.replicas() if peer == peer_id}
+
+
 def test_a_donor_that_sends_a_wrong_chunk_is_dropped_and_named(place: Path, reference: References) -> None:
-    manifest = three_stages("schedule.steps=80")
+    manifest = three_stages("schedule.steps=80")  # no checkpoint before the end: donors are counted by chunks
     with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=NUM_STAGES + 1) as swarm:
         liar = start_armed(swarm, 1, "state-chunk:1:corrupt,state-chunk:2:corrupt")
         swarm.wait_step(2)
         liars_id = liar.status()["peer"]
         newcomer = join_and_serve(swarm, 1, swarm.peers[2])
         dropped = swarm.events("donor_dropped")
-        assert [event["peer"] for event in dropped] == [liars_id]
-        assert dropped[0]["from"] == newcomer.name
-        assert "wrong chunk" in dropped[0]["reason"]
+        # once more, if the newcomer needed a later state and the liar had a lie left
+        assert {event["peer"] for event in dropped} == {liars_id}
+        assert {event["from"] for event in dropped} == {newcomer.name}
+        assert all("wrong chunk" in event["reason"] for event in dropped)
         swarm.wait_end()
         assert_equals_reference(swarm, reference(manifest))
 
 
 def test_a_donor_killed_in_the_middle_costs_only_its_own_chunks(place: Path, reference: References) -> None:
-    manifest = three_stages("schedule.steps=80")
+    manifest = three_stages("schedule.steps=80", *SEVERAL_CHUNKS)
+    assert len(StateLayout(manifest, 1).chunks()) >= 9
     with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=NUM_STAGES + 1) as swarm:
-        victim = start_armed(swarm, 1, "state-chunk:1:kill")
+        victim = start_armed(swarm, 1, "state-chunk:3:kill")
         swarm.wait_step(2)
+        victims_id = victim.status()["peer"]
         newcomer = join_and_serve(swarm, 1, swarm.peers[2])
         wait_killed(swarm, victim, "state-chunk")
-        assert newcomer.phases().count("syncing") == 1
+        assert_one_download(newcomer)
+        assert [event["peer"] for event in swarm.events("donor_dropped")] == [victims_id]
         swarm.wait_end()
+        assert_equals_reference(swarm, reference(manifest))
+        own, donors = states_of(swarm, newcomer), states_of(swarm, swarm.peers[1])
+        assert own
+        assert own == {step: donors[step] for step in own}
+
+
+@pytest.mark.long
+def test_a_transfer_of_states_is_disturbed_at_each_end(place: Path, reference: References) -> None:
+    """A keeper dies while a checkpoint is fetched from it, a newcomer dies in its download, a link breaks in one."""
+    manifest = three_stages("schedule.steps=30", "checkpoint.every=5", *SEVERAL_CHUNKS)
+    slow = ("--max-down", "8mbit", "--enable-test-faults")  # a second for a chunk, four of which are on their way
+    with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=NUM_STAGES + 1) as swarm:
+        keeper = start_armed(swarm, 2, "state-chunk:1:kill")
+        wait_killed(swarm, keeper, "state-chunk")
+        swarm.wait(None, "checkpoint_written", step=5)
+        donor = swarm.peers[1]
+        donors_id = donor.status()["peer"]
+        hold(donor)  # the run stands still, and this is the only one who has the state
+        victim = swarm.start_peer(1, *slow)
+        swarm.wait(victim, "sync_progress")
+        victim.kill()
+        assert not victim.has("sync_progress", percent=100)
+        newcomer = swarm.start_peer(1, *slow)
+        swarm.wait(newcomer, "sync_progress")
+        ask_daemon(newcomer.state_dir, "cut")
+        assert not newcomer.has("sync_progress", percent=100)
+        swarm.wait_serving(newcomer)
+        assert_one_download(newcomer)
+        swarm.wait_end()
+        dropped = [event for event in swarm.events("donor_dropped") if event["from"] == newcomer.name]
+        assert [event["peer"] for event in dropped] == [donors_id]
+        assert "lost" in dropped[0]["reason"]
+        assert not swarm.events("checkpoint_failed")
+        assert not swarm.events("run_rolled_back")
         assert_equals_reference(swarm, reference(manifest))
 
 
 def test_a_drained_peer_answers_for_its_work_and_leaves_with_exit_code_zero(place: Path, reference: References) -> None:
-    manifest = three_stages("schedule.steps=12")
+    manifest = open_ended()
     with Swarm(manifest, place, num_peers=2 * NUM_STAGES) as swarm:
         swarm.wait_step(2)
         leaving = swarm.peers[3:]
-        for peer in leaving:
+        for peer in leaving[1:]:
             ask_daemon(peer.state_dir, "drain")
+        asked = swarmtrain("drain", "--state-dir", str(leaving[0].state_dir))
+        assert asked.returncode == 0, asked.stderr
         for peer in leaving:
             swarm.wait(peer, "phase_reached", phase="gone")
-            assert peer.process.wait(30) == 0
-        swarm.wait_end()
-        assert_equals_reference(swarm, reference(manifest))
+            assert peer.process.wait(30 * PATIENCE) == 0
+        end_and_compare(swarm, reference)
         assert not swarm.events("work_replayed"), "what a drained peer had was lost"
 
 
-def test_a_paused_peer_takes_no_work_until_it_is_resumed(place: Path, reference: References) -> None:
-    manifest = three_stages("schedule.steps=30")
-    with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=NUM_STAGES + 1) as swarm:
-        resting, gate = swarm.start_peer(1), swarm.peers[2]
+def test_a_paused_peer_takes_no_work_gives_its_state_and_is_resumed(place: Path, reference: References) -> None:
+    """As the only peer of its stage: the run stands still until a newcomer has the state, which only it can give."""
+    manifest = open_ended()
+    with Swarm(manifest, place, num_peers=NUM_STAGES) as swarm:
+        resting, gate = swarm.peers[1], swarm.peers[2]
         swarm.wait_step(2)
-        ask_daemon(resting.state_dir, "pause")
+        asked = swarmtrain("pause", "--state-dir", str(resting.state_dir))
+        assert asked.returncode == 0, asked.stderr
+        newcomer = swarm.start_peer(1)
+        swarm.wait_serving(newcomer)
+        assert newcomer.has("sync_progress", percent=100)
         swarm.wait_step(last_step(swarm) + 2)
         done = resting.status()
         assert done["state"] == "paused"
         swarm.wait_step(last_step(swarm) + 2)
         assert resting.status()["forwards"] == done["forwards"]
+        assert not swarm.events("run_rolled_back")
         hold(gate)
-        ask_daemon(resting.state_dir, "resume")
+        asked = swarmtrain("resume", "--state-dir", str(resting.state_dir))
+        assert asked.returncode == 0, asked.stderr
         swarm.wait(resting, "phase_reached", phase="syncing")  # it has missed steps
         release(gate)
         swarm.wait_until(lambda: resting.phases().count("serving") == 2, "it serves again")
-        swarm.wait_end()
-        assert_equals_reference(swarm, reference(manifest))
+        end_and_compare(swarm, reference)

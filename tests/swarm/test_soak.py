@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+from patience import PATIENCE
 
 from swarmtrain.checkpoint import latest
 from swarmtrain.run.presets import preset
@@ -21,12 +23,12 @@ from .harness import Daemon, Swarm
 pytestmark = pytest.mark.swarm
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_two_minutes_of_random_faults_end_in_the_references_bits() -> None:
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     manifest = preset("nano", [*SMALL, "schedule.steps=60"])
-    survived = soak(manifest, minutes=2.0, seed=seed, pause_s=(1.0, 3.0))
+    survived = soak(manifest, minutes=2.0, seed=seed, pause_s=(1.0, 3.0), min_faults=10, round_s=300.0 * PATIENCE)
     assert survived.total() >= 10
 
 
@@ -39,6 +41,17 @@ def test_a_run_with_other_weights_fails_the_check(place: Path, reference: Refere
     assert latest(place / "coordinator" / "checkpoints") is not None
     with pytest.raises(SoakFailed, match="differs from the reference"):
         check(place, one.checkpoint)
+
+
+def test_a_round_that_hangs_is_a_failure_of_the_soak() -> None:
+    """And not of the machine: the time that a test may take is longer."""
+    manifest = preset("nano", [*SMALL, "schedule.steps=2"])
+    with pytest.raises(SoakFailed, match="TimeoutError") as caught:
+        soak(manifest, minutes=0.0, seed=1, pause_s=(1000.0, 1000.0), round_s=0.5)
+    assert caught.value.fix is not None
+    kept = Path(caught.value.fix.removeprefix("see ")).parent
+    assert (kept / "reference").is_dir()
+    shutil.rmtree(kept)
 
 
 @pytest.mark.long

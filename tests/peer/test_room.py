@@ -1,0 +1,125 @@
+"""Bounds of a peer: what it has no room for is refused as busy, counted and taken later; what it has is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from net.helpers import until
+
+from swarmtrain.net.errors import Refusal
+from swarmtrain.peer.compute import ComputeThread, Kind
+from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.peer.ledger import Entry
+from swarmtrain.peer.microbatch import Microbatches
+from swarmtrain.run.manifest import Manifest
+from swarmtrain.wire.messages import Code, Done, Work
+
+from .test_stage_jobs import jobs_of, manifest, tokens
+
+__all__ = ["manifest"]  # a fixture
+HUGE = 1 << 40
+
+
+class Caller:
+    """As much of an exchange as a microbatch needs."""
+
+    peer_id = "caller"
+
+    def __init__(self) -> None:
+        self.deadline = asyncio.get_running_loop().time() + 60.0
+
+    def progress(self, item: object) -> None:
+        return None
+
+
+class Peer:
+    """A peer of the last stage, without a network."""
+
+    def __init__(self, manifest: Manifest, compute: ComputeThread, *, max_queue: int, max_ledger_bytes: int) -> None:
+        nothing = cast(Any, None)
+        node = cast(Any, SimpleNamespace(peer_id="p"))
+        self.context = PeerContext(
+            "run", manifest, 1, "life", node, compute, jobs_of(manifest, 1), nothing, None, max_queue, max_ledger_bytes
+        )
+        self.context.state = PeerState.SERVING
+        self.context.contact_at = asyncio.get_running_loop().time()
+        self._manifest, self._above = manifest, jobs_of(manifest, 0)
+        self._microbatches = Microbatches(self.context)
+
+    async def work(self, microbatch: int) -> Done:
+        ids = tokens(self._manifest, microbatch)
+        boundary = self._above.forward(Entry(microbatch, ids, b""), 0).payload
+        request = Work("run", 0, 1, self.context.step, microbatch, 0, False, (), ids, boundary)
+        return await self._microbatches.work(request, cast(Any, Caller()))
+
+    async def refuses(self, microbatch: int) -> None:
+        """It says that it is busy and until when, and counts that."""
+        with pytest.raises(Refusal) as caught:
+            await self.work(microbatch)
+        assert caught.value.code == Code.BUSY
+        assert caught.value.retry_after_s > 0.0
+        assert self.context.counters.refused == {Code.BUSY: 1}
+
+
+@asynccontextmanager
+async def peer_of(manifest: Manifest, *, max_queue: int = 100, max_ledger_bytes: int = HUGE) -> AsyncIterator[Peer]:
+    compute = ComputeThread()
+    try:
+        async with asyncio.timeout(60):
+            yield Peer(manifest, compute, max_queue=max_queue, max_ledger_bytes=max_ledger_bytes)
+    finally:
+        await compute.stop()
+
+
+def test_a_full_queue_refuses_new_work_and_takes_it_when_it_is_shorter(manifest: Manifest) -> None:
+    async def main() -> None:
+        async with peer_of(manifest, max_queue=2) as peer:
+            go = threading.Event()
+            asyncio.get_running_loop().call_later(20.0, go.set)  # if the test fails, it ends all the same
+            occupied = asyncio.create_task(peer.context.compute.run(Kind.STEP, -1, go.wait))
+            waiting = [asyncio.create_task(peer.work(microbatch)) for microbatch in (0, 1)]
+            await until(lambda: peer.context.compute.backlog() == 2, "both wait")
+            await peer.refuses(2)
+            assert len(peer.context.ledger) == 2  # nothing of the refused one is kept
+            joined = asyncio.create_task(peer.work(1))  # it has that one
+            go.set()
+            await occupied
+            answers = await asyncio.gather(*waiting)
+            assert await joined == answers[1]
+            await peer.work(2)
+
+    asyncio.run(main())
+
+
+def test_a_full_ledger_refuses_new_work_until_the_next_step_and_answers_for_what_it_has(manifest: Manifest) -> None:
+    async def main() -> None:
+        async with peer_of(manifest, max_ledger_bytes=1) as peer:
+            first = await peer.work(0)
+            assert peer.context.ledger.num_bytes() > 1
+            await peer.refuses(1)
+            assert await peer.work(0) is first
+            assert peer.context.counters.from_ledger == 1
+            await peer.context.enter_step(peer.context.step)  # as after an apply: the ledger is empty
+            await peer.work(1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("state", [PeerState.PAUSED, PeerState.DRAINING])
+def test_who_rests_answers_for_what_it_has_and_takes_nothing_new(manifest: Manifest, state: PeerState) -> None:
+    async def main() -> None:
+        async with peer_of(manifest) as peer:
+            first = await peer.work(0)
+            peer.context.become(state)
+            assert await peer.work(0) is first
+            with pytest.raises(Refusal) as caught:
+                await peer.work(1)
+            assert caught.value.code == Code.NOT_SERVING
+
+    asyncio.run(main())

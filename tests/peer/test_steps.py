@@ -1,0 +1,108 @@
+"""Attempts at one step's reduction that cross each other at a peer. The reductions themselves stand still here."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from swarmtrain.net.errors import Refusal
+from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.peer.steps import Steps
+from swarmtrain.wire.messages import Code, Prepare, Prepared, Unprepared
+
+ENDED = Prepared(1.0, "sum", "")
+
+
+class Still(Steps):
+    """An attempt lasts until `finish`, and takes until `let_go` to end when it is given up."""
+
+    def __init__(self) -> None:
+        state = SimpleNamespace(gradient_size=1)
+        jobs = SimpleNamespace(worker=SimpleNamespace(state=state), drop_work=lambda: None)
+        nothing = cast(Any, None)
+        context = PeerContext(
+            "run", nothing, 0, "life", nothing, cast(Any, self), cast(Any, jobs), cast(Any, self), nothing, 4, 100
+        )
+        context.state = PeerState.SERVING
+        super().__init__(context)
+        self.context = context
+        self.begun: asyncio.Queue[int] = asyncio.Queue()
+        self.given_up: asyncio.Queue[int] = asyncio.Queue()
+        self.let_go, self.finish = asyncio.Event(), asyncio.Event()
+
+    async def is_coordinator(self, peer_id: str) -> bool:
+        return True
+
+    async def run(self, kind: object, microbatch: int, job: Any) -> None:
+        job()
+
+    def _check_roster(self, prepare: Prepare) -> None:
+        return None
+
+    async def _prepare(self, prepare: Prepare, *, listens: bool = False) -> Prepared | Unprepared:
+        self.begun.put_nowait(prepare.attempt)
+        try:
+            await self.finish.wait()
+        except asyncio.CancelledError:
+            self.given_up.put_nowait(prepare.attempt)
+            await self.let_go.wait()
+            raise
+        return ENDED
+
+    def ask(self, attempt: int) -> asyncio.Task[Prepared | Unprepared]:
+        request = Prepare("run", 1, 0, 0, attempt, (), (), False)
+        return asyncio.create_task(self.prepare(request, cast(Any, SimpleNamespace(peer_id="chief"))))
+
+
+async def refusal_of(task: asyncio.Task[Prepared | Unprepared]) -> str:
+    with pytest.raises(Refusal) as caught:
+        await task
+    return caught.value.code
+
+
+async def turn(times: int = 10) -> None:
+    """Let everybody go as far as they get."""
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
+def test_of_two_attempts_that_wait_for_the_end_of_a_third_the_newest_counts() -> None:
+    async def main() -> None:
+        steps = Still()
+        first = steps.ask(1)
+        assert await steps.begun.get() == 1
+        newest, late = steps.ask(3), steps.ask(2)
+        assert await steps.given_up.get() == 1
+        await turn()
+        steps.let_go.set()
+        assert await steps.begun.get() == 3
+        assert await refusal_of(late) == Code.AHEAD
+        steps.finish.set()
+        assert await newest is ENDED
+        assert await refusal_of(first) == Code.AHEAD
+        assert await steps.ask(3) is ENDED  # asked again, it is the same attempt
+        assert steps.begun.empty()
+
+    asyncio.run(asyncio.wait_for(main(), 20.0))
+
+
+def test_a_peer_that_begins_to_fetch_its_state_begins_no_attempt_of_its_former_life() -> None:
+    async def main() -> None:
+        steps = Still()
+        first = steps.ask(1)
+        assert await steps.begun.get() == 1
+        second = steps.ask(2)
+        assert await steps.given_up.get() == 1
+        steps.context.become(PeerState.SYNCING)
+        forgetting = asyncio.create_task(steps.forget())
+        third = steps.ask(3)  # heard as by any newcomer
+        await turn()
+        steps.let_go.set()
+        await forgetting
+        assert await refusal_of(first) == await refusal_of(second) == await refusal_of(third) == Code.AHEAD
+        assert steps._task is None
+
+    asyncio.run(asyncio.wait_for(main(), 20.0))
