@@ -89,7 +89,7 @@ def test_a_donor_that_sends_a_wrong_chunk_is_dropped_and_named(place: Path, refe
         liars_id = liar.status()["peer"]
         newcomer = join_and_serve(swarm, 1, swarm.peers[2])
         dropped = swarm.events("donor_dropped")
-        # once more, if the newcomer needed a later state and the liar had a lie left
+        # Once more, if the newcomer needed a later state and the liar had a lie left
         assert {event["peer"] for event in dropped} == {liars_id}
         assert {event["from"] for event in dropped} == {newcomer.name}
         assert all("wrong chunk" in event["reason"] for event in dropped)
