@@ -25,6 +25,7 @@ class Relay:
     def __init__(self, target_port: int, delay_s: float, bytes_per_s: float = 0.0) -> None:
         self._target_port, self._delay_s, self.bytes_per_s = target_port, delay_s, bytes_per_s
         self._free_at = [0.0, 0.0]
+        self.num_bytes = 0  # carried so far, both ways
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -61,6 +62,7 @@ class Relay:
         async def read() -> None:
             while data := await source.read(_CHUNK_BYTES):
                 now = loop.time()
+                self.num_bytes += len(data)
                 if self.bytes_per_s:
                     self._free_at[way] = max(now, self._free_at[way]) + len(data) / self.bytes_per_s
                     due.append((self._free_at[way] + self._delay_s, data))

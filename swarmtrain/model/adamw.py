@@ -1,8 +1,9 @@
 """AdamW made of separately rounded element-wise operations (multiply, add, square root, divide).
 
 No fused kernel, no multiply-add: a CPU and any GPU give the same bits from the same gradient, so replicas stay equal.
-Tensors that live in S as dense matrices use a second moment averaged over the hidden axis: each column (or row) is
-then scaled by one number, and the update stays in S.
+Tensors that live in S as dense matrices have one second moment for each column (or row), so the update stays in S. It
+is the mean over the k directions of S that the column can have: over all d numbers it would be d/k times smaller, and
+these tensors' steps sqrt(d/k) times as long as those of the same model in coordinates.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def _update_in_subspace(state: StageState, slot: Slot, gradient_sum: Tensor, sca
     parameter = state.parameters[slot.span].view(shape)
     hidden_first = slot.spec.role is Role.COLUMNS_IN_S
     squares = gradient * gradient if hidden_first else (gradient * gradient).t()  # (d, in) or (d, V)
-    mean_square = halving_sum(squares.contiguous()).div_(squares.shape[0])
+    assert state.basis is not None
+    mean_square = halving_sum(squares.contiguous()).div_(state.basis.shape[1])
     first.mul_(factors.beta1).add_(gradient.mul(factors.keep1))
     second.mul_(factors.beta2).add_(mean_square.mul_(factors.keep2))
     root = second.sqrt().mul_(factors.root_correction).add_(factors.epsilon)

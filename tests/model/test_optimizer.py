@@ -93,8 +93,15 @@ def stock(slot: Slot, square: Tensor) -> Tensor:
     return square
 
 
-def averaged_over_hidden_axis(slot: Slot, square: Tensor) -> Tensor:
-    return square.mean(0 if slot.spec.role is Role.COLUMNS_IN_S else 1, keepdim=True)
+def averaged_over_directions(slot: Slot, square: Tensor) -> Tensor:
+    """Of the k directions that a column of the constrained matrix can have, whatever basis of S they are written in."""
+    return square.sum(0 if slot.spec.role is Role.COLUMNS_IN_S else 1, keepdim=True) / projected_k()
+
+
+def projected_k() -> int:
+    basis = projected_state().basis
+    assert basis is not None
+    return int(basis.shape[1])
 
 
 def averaged_over_wrong_axis(slot: Slot, square: Tensor) -> Tensor:
@@ -136,9 +143,22 @@ def run_textbook(second_moment: SecondMoment, steps: int) -> tuple[TextbookAdamW
 
 
 def test_constrained_tensors_follow_the_textbook_with_averaging() -> None:
-    oracle, state = run_textbook(averaged_over_hidden_axis, 20)
+    oracle, state = run_textbook(averaged_over_directions, 20)
     for name, value in oracle.values.items():
         assert relative(state.view(name), value) < 1e-12, name
+
+
+def test_a_step_is_as_long_as_that_of_the_same_model_in_coordinates() -> None:
+    """AdamW's first step moves every coordinate by the learning rate: a column in S by sqrt(k) times that."""
+    state = projected_state("optimizer.weight_decay=0.0")
+    before = state.parameters.clone()
+    gradient = gradient_of_step(state, 0)
+    project_gradient(state, gradient)
+    apply_adamw(state, gradient, 1.0, 1e-2)
+    for slot in constrained_slots(state):
+        moved = (state.parameters[slot.span] - before[slot.span]).view(slot.spec.shape)
+        lengths = moved.norm(dim=0 if slot.spec.role is Role.COLUMNS_IN_S else 1)
+        assert torch.allclose(lengths, torch.full_like(lengths, 1e-2 * projected_k() ** 0.5), rtol=1e-3)
 
 
 @pytest.mark.parametrize("second_moment", [stock, averaged_over_wrong_axis])
