@@ -140,8 +140,8 @@ class LocalSwarm:
     async def _spawn(self, name: str, stage: int, arguments: list[str]) -> Child:
         environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads)}
         environment["SWARMTRAIN_DIE_WITH_PARENT"] = str(os.getpid())
-        for name in ("SWARMTRAIN_INVITE", "SWARMTRAIN_SET"):  # ours: the manifest and the invite hold them already
-            environment.pop(name, None)
+        for variable in ("SWARMTRAIN_INVITE", "SWARMTRAIN_SET"):  # ours: the manifest and the invite hold them already
+            environment.pop(variable, None)
         path = self.options.state_dir / f"{name}.log"
         try:
             log_file = path.open("ab")

@@ -124,7 +124,7 @@ class Journal:
         return 0 if row[0] is None else int(row[0]) + 1
 
     def decide(self, decision: Decision) -> None:
-        """Write a decision; when this returns it is on disk, and the step will be applied."""
+        """Write a decision; when this returns it is on disk. Only a roll-back of all stages undoes it."""
         chain = chain_hash(self.last_chain(), decision.content())
         moved = [decision.basis] if decision.basis else []
         stages = json.dumps([*([digest, norm] for digest, norm in decision.stages), *moved])

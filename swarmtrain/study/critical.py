@@ -44,6 +44,11 @@ class _Told(Encoder):
         """See Encoder."""
         return self._inner.max_bytes(shape)
 
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """See Encoder."""
+        return self._inner.residual
+
     def commit(self, ticket: Ticket) -> None:
         """See Encoder."""
         self._inner.commit(ticket)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from swarmtrain.errors import UsageError
+from swarmtrain.errors import MissingExtraError
 from swarmtrain.study.compare import common_stage_s, projected_seconds
 from swarmtrain.study.links import LINKS
 from swarmtrain.study.results import RunResult
@@ -20,7 +20,7 @@ def draw(results: Sequence[RunResult], directory: Path, link: str, stage_s: floa
     try:
         import matplotlib
     except ImportError as error:
-        raise UsageError("plots need matplotlib", fix="pip install 'swarmtrain[study]', or --no-plots") from error
+        raise MissingExtraError("matplotlib", "study") from error
     matplotlib.use("Agg")
     names = list(dict.fromkeys(result.method for result in results))
     common_s = common_stage_s(results) if stage_s is None else stage_s
