@@ -28,9 +28,12 @@ def test_peers_are_killed_again_and_again_and_the_bits_are_the_references(place:
     assert [number for number in kills if steps[0] < number < steps[-1]], "nobody was killed while it trained"
     assert any(item.get("event") in ("peer_doubted", "peer_lost") for item in said)  # the run saw it, too
     logs = {path.stem for path in (place / "local").glob("*.log")}
-    assert "coordinator" in logs and len(logs) > 4, "every daemon has a log of its own, the killed and the new ones"
+    assert "coordinator" in logs
+    assert len(logs) > 5, "every daemon has a log of its own, the killed and the new ones"
     assert {said[number]["victim"] for number in kills} <= logs
     expected = reference(manifest)
     assert_same_weights(open_checkpoint(Path(said[-1]["checkpoint"])), expected.checkpoint)
-    assert [said[number]["loss"] for number in steps] == expected.losses
+    # A step is said again if the run went back: whoever was to stay behind may not have served yet.
+    losses = {said[number]["step"]: said[number]["loss"] for number in steps}
+    assert [losses[step] for step in sorted(losses)] == expected.losses
     assert audit(place / "local").passed
