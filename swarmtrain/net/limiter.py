@@ -18,6 +18,7 @@ from swarmtrain.errors import UsageError
 from swarmtrain.wire.limits import Priority
 
 BURST_S = 0.2  # unused rate that is kept for later: bridges the lateness of timers
+HEADERS = 0.05  # of TCP, IP and the encryption, relative to what this program sees of its traffic: they count as well
 LOW_SHARE = 16  # one grant in so many goes to the least urgent, so that nothing starves for ever
 _GRANT_S = 0.05  # at low rates a grant is this much of a second, so that control frames need not wait long
 _MIN_GRANT_BYTES = 2048
@@ -164,7 +165,7 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """The caps of one daemon. `RateLimiter()` limits nothing."""
+    """The caps of one daemon, for all that its line carries. `RateLimiter()` limits nothing."""
 
     def __init__(
         self,
@@ -174,8 +175,12 @@ class RateLimiter:
         clock: Callable[[], float] = time.monotonic,
         schedule: Schedule = _schedule_on_running_loop,
     ) -> None:
-        self.up = TokenBucket(max_up_bytes_per_s, clock=clock, schedule=schedule)
-        self.down = TokenBucket(max_down_bytes_per_s, clock=clock, schedule=schedule)
+        self.up = TokenBucket(_without_headers(max_up_bytes_per_s), clock=clock, schedule=schedule)
+        self.down = TokenBucket(_without_headers(max_down_bytes_per_s), clock=clock, schedule=schedule)
+
+
+def _without_headers(rate_bytes_per_s: float | None) -> float | None:
+    return None if rate_bytes_per_s is None else rate_bytes_per_s / (1.0 + HEADERS)
 
 
 _RATE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmg]?bit|[kmg]?b|[kmg]i?b)(ps|/s)?", re.IGNORECASE)

@@ -189,6 +189,12 @@ def test_debt_ends_after_the_time_that_the_bytes_take() -> None:
     assert not bucket.in_debt()
 
 
+def test_headers_that_the_program_does_not_see_are_part_of_a_cap() -> None:
+    limiter = RateLimiter(max_up_bytes_per_s=1.05e6, max_down_bytes_per_s=2.1e6)
+    assert limiter.up.rate_bytes_per_s == pytest.approx(1e6)
+    assert limiter.down.rate_bytes_per_s == pytest.approx(2e6)
+
+
 def test_no_cap_never_waits() -> None:
     limiter = RateLimiter()
     for bucket in (limiter.up, limiter.down):
