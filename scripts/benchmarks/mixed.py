@@ -31,6 +31,7 @@ from typing import Any
 from common import Figure, figure, parser, progress, report
 from shaped import LOOPBACK, Daemon, Relay, free_port
 
+from swarmtrain.audit import audit
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset
 from swarmtrain.sim.bound import Machine, StageKind, throughput_bound
@@ -267,8 +268,11 @@ async def fall(microbatches: int) -> tuple[float, float, str]:
         finally:
             await swarm.close()
         served = sum(shares(place / "c" / "journal.sqlite", step, swarm.ids[1], 0)[0] for step in range(6))
+        books = audit(place / "c")  # lost or counted twice: neither is worth a figure
+        assert books.passed, books.faults
     through = carried / (4 * BOUNDARY_BYTES * served)
     note = f"after the fall it got {own} of {total} (fair: {fair * total:.1f}); {through:.0%} of its bytes took it"
+    note += f"; books: {books.num_entries} entries of {books.num_steps} steps balance"
     return (own / total) / fair, rate / bound(after), note
 
 
