@@ -393,7 +393,7 @@ class PeerDaemon:
         if answer.verdict is Verdict.LEAVE:
             self.leave(answer.reason)
         elif answer.verdict is Verdict.SERVE and context.state in (PeerState.JOINING, PeerState.SYNCING):
-            if self.steps.is_receiving:
+            if self.steps.hearing.is_going_on:
                 return  # of the step under way: until it has that, it listens, or it would miss the next one
             context.become(PeerState.SERVING)
             now = asyncio.get_running_loop().time()

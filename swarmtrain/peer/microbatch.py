@@ -21,9 +21,10 @@ from swarmtrain.net.errors import Refusal
 from swarmtrain.net.exchange import Exchange
 from swarmtrain.observe.faults import Action, Point, damaged
 from swarmtrain.observe.split import Part
+from swarmtrain.peer.codecs import BadTensor, WrongPartner
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext, PeerState
-from swarmtrain.peer.jobs import BadTensor, Outcome, StaleWork, WrongPartner
+from swarmtrain.peer.jobs import Outcome, StaleWork
 from swarmtrain.peer.ledger import Entry, Raw
 from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Replay, Work
 
@@ -89,7 +90,7 @@ class Microbatches:
             return
         entry.sticky = None
         await context.compute.run(
-            Kind.STEP, -1, lambda: context.jobs.settle(Direction.BACKWARD, sticky.ticket, delivered=False)
+            Kind.STEP, -1, lambda: context.jobs.codecs.settle(Direction.BACKWARD, sticky.ticket, delivered=False)
         )
 
     async def replay(self, replay: Replay, exchange: Exchange) -> Done:
@@ -127,11 +128,11 @@ class Microbatches:
         try:
             context.faults.hit(Point.BEFORE_FORWARD)
             partner = ""
-            if context.dispatcher is not None and context.jobs.has_sticky_routes:
+            if context.dispatcher is not None and context.jobs.codecs.has_sticky_routes:
                 partner = context.dispatcher.partner(len(work.tokens))
-            if context.jobs.has_sticky_routes:
+            if context.jobs.codecs.has_sticky_routes:
                 await context.compute.run(
-                    Kind.STEP, -1, lambda: context.jobs.take_boundary(entry, work.step, entry.caller)
+                    Kind.STEP, -1, lambda: context.jobs.codecs.take_boundary(entry, work.step, entry.caller)
                 )
             if context.dispatcher is None:
                 entry.is_critical = self._is_critical(entry)  # the last stage encodes the gradient in the same job
@@ -172,12 +173,12 @@ class Microbatches:
         An exact one on a line of which nothing is known measures it; a compressed one is often too small for that.
         """
         context = self._context
-        if not context.jobs.compresses_if_critical:
+        if not context.jobs.codecs.compresses_if_critical:
             return True
         critical, rate = False, context.node.estimate(entry.caller).up_bytes_per_s
         if rate:
             other_work_s = max(0.0, entry.caller_busy_until - asyncio.get_running_loop().time())
-            critical = is_critical(SendEstimate(other_work_s, *context.jobs.critical_times(rate)))
+            critical = is_critical(SendEstimate(other_work_s, *context.jobs.codecs.critical_times(rate)))
         context.counters.critical[critical] += 1
         return critical
 
@@ -193,7 +194,7 @@ class Microbatches:
             if sticky is not None and ticket is not None:
                 delivered = sticky.delivered
                 await context.compute.run(
-                    Kind.STEP, -1, lambda: context.jobs.settle(Direction.FORWARD, ticket, delivered=delivered)
+                    Kind.STEP, -1, lambda: context.jobs.codecs.settle(Direction.FORWARD, ticket, delivered=delivered)
                 )
         try:
             return below, await self._take_gradient(entry, work.step, below)
@@ -204,10 +205,10 @@ class Microbatches:
 
     async def _take_gradient(self, entry: Entry, step: int, below: Done) -> Raw:
         context, sender = self._context, below.route[0].peer_id
-        if not context.jobs.has_sticky_answers:
+        if not context.jobs.codecs.has_sticky_answers:
             return below.gradient
         timed = await context.compute.run(
-            Kind.STEP, -1, lambda: context.jobs.take_gradient(entry, step, below.gradient, sender)
+            Kind.STEP, -1, lambda: context.jobs.codecs.take_gradient(entry, step, below.gradient, sender)
         )
         return timed.value
 
@@ -279,7 +280,7 @@ class Microbatches:
         if not work.evaluate and work.microbatch >= num_microbatches:
             raise context.refuse(Code.BAD_TENSOR, f"a step has {num_microbatches} microbatches")
         try:
-            context.jobs.check_tokens(work.tokens)
+            context.jobs.codecs.check_tokens(work.tokens)
         except BadTensor as error:
             raise context.refuse(Code.BAD_TENSOR, str(error)) from error
 
