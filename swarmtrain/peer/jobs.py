@@ -70,16 +70,17 @@ class StageJobs:
         self.num_recomputed = 0
         self.generation = 0  # counts changes of the state
 
-    def check_gradient(self, gradient: Raw, step: int, microbatch: int, *, keep: bool = False) -> None:
-        """Raise BadTensor unless `gradient` can be the answer to a microbatch.
+    def check_gradient(self, entry: Entry, step: int, gradient: Raw, *, keep: bool = False) -> None:
+        """Raise BadTensor unless `gradient` can be the answer to a microbatch; StaleWork if its step is over.
 
         With `keep` the tensor is kept for `backward`, which gets the same object.
         """
+        self._begin(entry)
         if self.codecs.has_sticky_answers and self.codecs.is_sticky(gradient):
             return  # seen when it is made whole
-        tensor = self.codecs.decode_gradient(gradient, step, microbatch, self._masks_out.get(microbatch))
+        tensor = self._decode_gradient(entry, step, gradient)
         if keep:
-            self._checked[microbatch] = (gradient, tensor)
+            self._checked[entry.microbatch] = (gradient, tensor)
 
     def forward(self, entry: Entry, step: int, partner: str = "") -> Outcome:
         """Forward of a microbatch. On the last stage also its backward: the outcome is the gradient for below."""

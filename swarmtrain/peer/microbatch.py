@@ -90,7 +90,7 @@ class Microbatches:
             return
         entry.sticky = None
         await context.compute.run(
-            Kind.STEP, -1, lambda: context.jobs.codecs.settle(Direction.BACKWARD, sticky.ticket, delivered=False)
+            Kind.MESSAGE, -1, lambda: context.jobs.codecs.settle(Direction.BACKWARD, sticky.ticket, delivered=False)
         )
 
     async def replay(self, replay: Replay, exchange: Exchange) -> Done:
@@ -115,10 +115,12 @@ class Microbatches:
             boundary=entry.output,
         )
         deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
-        with context.compute.split.during(Part.WIRE):
-            below = await context.dispatcher.call(
-                work, deadline_s=deadline_s, check=partial(self._check_answer, work, keep=False)
-            )
+        check = partial(self._check_answer, entry, work, keep=False)
+        try:
+            with context.compute.split.during(Part.WIRE):
+                below = await context.dispatcher.call(work, deadline_s=deadline_s, check=check)
+        except StaleWork as error:
+            raise self._as_refusal(error) from error
         return Done(below.loss, (context.hop, *below.route), 0.0, 0.0, 0.0, b"", self._load_s())
 
     async def _serve(self, entry: Entry, work: Work, deadline_s: float) -> Done:
@@ -132,7 +134,7 @@ class Microbatches:
                 partner = context.dispatcher.partner(len(work.tokens))
             if context.jobs.codecs.has_sticky_routes:
                 await context.compute.run(
-                    Kind.STEP, -1, lambda: context.jobs.codecs.take_boundary(entry, work.step, entry.caller)
+                    Kind.MESSAGE, -1, lambda: context.jobs.codecs.take_boundary(entry, work.step, entry.caller)
                 )
             if context.dispatcher is None:
                 entry.is_critical = self._is_critical(entry)  # the last stage encodes the gradient in the same job
@@ -194,7 +196,7 @@ class Microbatches:
             if sticky is not None and ticket is not None:
                 delivered = sticky.delivered
                 await context.compute.run(
-                    Kind.STEP, -1, lambda: context.jobs.codecs.settle(Direction.FORWARD, ticket, delivered=delivered)
+                    Kind.MESSAGE, -1, lambda: context.jobs.codecs.settle(Direction.FORWARD, ticket, delivered=delivered)
                 )
         try:
             return below, await self._take_gradient(entry, work.step, below)
@@ -208,7 +210,7 @@ class Microbatches:
         if not context.jobs.codecs.has_sticky_answers:
             return below.gradient
         timed = await context.compute.run(
-            Kind.STEP, -1, lambda: context.jobs.codecs.take_gradient(entry, step, below.gradient, sender)
+            Kind.MESSAGE, -1, lambda: context.jobs.codecs.take_gradient(entry, step, below.gradient, sender)
         )
         return timed.value
 
@@ -235,7 +237,7 @@ class Microbatches:
         def progress(item: Progress) -> None:
             self._tell(entry, item.hops)
 
-        check = partial(self._check_answer, request, keep=True)
+        check = partial(self._check_answer, entry, request, keep=True)
         with context.compute.split.during(Part.WIRE):
             return await context.dispatcher.call(
                 request, deadline_s=deadline_s, on_progress=progress, check=check, sticky=sticky
@@ -291,16 +293,17 @@ class Microbatches:
             retry_after_s = 0.05 + 0.5 * context.compute.backlog_s()
             raise context.refuse(Code.BUSY, f"{waiting} jobs wait", retry_after_s)
 
-    async def _check_answer(self, work: Work, done: Done, *, keep: bool) -> None:
-        """Raise ValueError for an answer that cannot be right: then another peer is asked. `keep`: backward follows."""
+    async def _check_answer(self, entry: Entry, work: Work, done: Done, *, keep: bool) -> None:
+        """Raise ValueError for an answer that cannot be right: then another peer is asked. `keep`: backward follows.
+
+        StaleWork says nothing about the answer: it is this peer that has gone on.
+        """
         context = self._context
         if [hop.stage for hop in done.route] != list(range(work.stage, context.manifest.stages.count)):
             raise ValueError("an answer whose route does not lead through all stages")
         if not work.evaluate:
             await context.compute.run(
-                Kind.STEP,
-                -1,
-                lambda: context.jobs.check_gradient(done.gradient, work.step, work.microbatch, keep=keep),
+                Kind.MESSAGE, -1, lambda: context.jobs.check_gradient(entry, work.step, done.gradient, keep=keep)
             )
 
     def _tell(self, entry: Entry, hops: tuple[Hop, ...]) -> None:

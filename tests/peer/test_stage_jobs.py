@@ -233,15 +233,15 @@ def test_a_gradient_that_was_checked_is_not_decoded_again(manifest: Manifest, mo
     monkeypatch.setattr(
         codecs_module, "decode", lambda raw, *rest, **more: decoded.append(raw) or decode(raw, *rest, **more)
     )
-    checking.check_gradient(gradient, 0, 0, keep=True)
+    checking.check_gradient(entry, 0, gradient, keep=True)
     checking.backward(entry, 0, gradient)
     assert len(decoded) == 1
-    plain_one.check_gradient(gradient, 0, 0, keep=True)
+    plain_one.check_gradient(twin, 0, gradient, keep=True)
     plain_one.backward(twin, 0, bytes(bytearray(gradient)))  # equal bytes, but not those that were checked
     assert len(decoded) == 3
     assert torch.equal(checking.worker.sum.total, plain_one.worker.sum.total)
     with pytest.raises(BadTensor):
-        checking.check_gradient(gradient[:-1], 0, 0)
+        checking.check_gradient(entry, 0, gradient[:-1])
 
 
 def test_a_codec_that_takes_longer_than_it_saves_is_not_used(manifest: Manifest) -> None:

@@ -91,7 +91,7 @@ def test_a_sticky_gradient_is_for_its_caller_and_whole_for_the_others(manifest: 
         last.codecs.take_boundary(received, 0, "sender")
         whole = last.forward(received, 0).payload
         assert received.sticky is not None
-        first.check_gradient(received.sticky.payload, 0, microbatch)
+        first.check_gradient(entry, 0, received.sticky.payload)
         gradient = first.codecs.take_gradient(entry, 0, received.sticky.payload, "last")
         assert torch.equal(tensor_of(gradient), tensor_of(whole))
     stranger, difference_of_second = jobs_of(run, 0), received.sticky.payload
