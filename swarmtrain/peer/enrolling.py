@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from swarmtrain import __version__
-from swarmtrain.net.errors import NetError
+from swarmtrain.net.errors import CallRefused, NetError
 from swarmtrain.net.exchange import Exchange
 from swarmtrain.net.waiting import wait_event
 from swarmtrain.observe.word import understood
@@ -52,6 +52,7 @@ class Enrolling:
         """Tell the coordinator that this peer is there, again and again; find it again when it has moved."""
         link, seat, context = self._link, self._seat, self._context
         while True:
+            pause_s = ENROLL_S
             try:
                 if link.peer_id is None or link.wants_look:
                     link.wants_look = False
@@ -60,13 +61,16 @@ class Enrolling:
                     await self._show_life(link.peer_id)
             except NetError as error:
                 log.info("the coordinator does not answer: %s", error)
+                if isinstance(error, CallRefused) and error.retry_after_s > 0.0:
+                    pause_s = min(ENROLL_S, error.retry_after_s)  # it is still starting
                 seat.unheard()
                 if await link.look() and link.peer_id is not None:
                     context.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
                 if link.is_over:
                     self._leave("the run is complete")
             seat.enroll_now.clear()
-            await wait_event(seat.enroll_now, ENROLL_S if context.state is not PeerState.SYNCING else ENROLL_S / 4)
+            is_syncing = context.state is PeerState.SYNCING
+            await wait_event(seat.enroll_now, min(pause_s, ENROLL_S / 4) if is_syncing else pause_s)
 
     async def told_to_leave(self, message: Leave, exchange: Exchange) -> Acknowledged:
         """Answer `Leave`."""
