@@ -11,7 +11,7 @@ import torch
 
 from swarmtrain.boundary import codec_pair
 from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
-from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, complete, latest, open_checkpoint, prune
+from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, complete, open_checkpoint, prune
 from swarmtrain.codec import Direction, make_encoder
 from swarmtrain.coordinator.admission import StateOffer
 from swarmtrain.coordinator.context import RunContext
@@ -76,8 +76,8 @@ class Checkpoints:
             context.events.emit(CheckpointFailed(step, str(error)))
             return False
         context.journal.note_checkpoint(step, path.name, list(digests))
-        self.newest, self._source = latest(self.directory), None
-        prune(self.directory, context.manifest.checkpoint.keep)
+        self.newest, self._source = open_checkpoint(path), None
+        prune(self.directory, context.manifest.checkpoint.keep, up_to=step)
         for stage, book in enumerate(context.stages):
             book.checkpoint = self.offer(stage)
         context.events.emit(CheckpointWritten(step, str(path)))
