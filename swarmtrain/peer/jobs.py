@@ -126,8 +126,11 @@ class StageJobs:
     def reconciled_share(self, entries: list[Entry], wanted: set[int], step: int) -> Tensor:
         """Make the sum hold exactly the microbatches `wanted`, and copy it for a reduction.
 
-        Extra microbatches are computed again and taken out, exactly. One job: nothing is added in between.
+        Extra microbatches are computed again and taken out, exactly. One job: nothing is added in between. Raises
+        StaleWork if what these entries say of the sum is about a former one.
         """
+        if any(entry.generation != self.generation for entry in entries):
+            raise StaleWork("the state has changed since these microbatches were taken")
         for entry in entries:
             if entry.accumulated != (entry.microbatch in wanted):
                 self._add_again(entry, step, sign=-1 if entry.accumulated else 1)

@@ -24,6 +24,7 @@ from swarmtrain.peer.bases import Bases, BasisMissing
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.hearing import Hearing
+from swarmtrain.peer.jobs import StaleWork
 from swarmtrain.peer.ledger import Ledger
 from swarmtrain.peer.roster import entry_of, fault_of
 from swarmtrain.peer.snapshots import Snapshots
@@ -239,7 +240,10 @@ class Steps:
             missing = sorted(wanted - ledger.finished())
             if missing:
                 return Unprepared(np.array(missing, dtype="<u4").tobytes(), (), "not in this peer's ledger")
-            share = await self._share(ledger, wanted, prepare.step)
+            try:
+                share = await self._share(ledger, wanted, prepare.step)
+            except StaleWork as error:
+                return Unprepared(b"", (), str(error))
         context.faults.hit(Point.IN_PREPARE)
         attempt = Attempt(context, prepare, share)
         if not listens:  # who does owns nothing: nobody asks it for parts

@@ -82,6 +82,16 @@ def test_an_extra_microbatch_is_taken_out_exactly_and_can_come_back(manifest: Ma
     assert torch.equal(disturbed.reconciled_share(entries, {0, 1, 2}, 0), everything)
 
 
+def test_a_sum_that_was_dropped_is_not_taken_for_that_of_the_ledger(manifest: Manifest) -> None:
+    """Between the loss of a state and the new ledger entries still say that they are in the sum."""
+    first = jobs_of(manifest, 0)
+    entries = run_chain(first, jobs_of(manifest, 1), manifest, [0, 1])
+    first.drop_work()
+    assert all(entry.accumulated for entry in entries)
+    with pytest.raises(StaleWork):
+        first.reconciled_share(entries, {0, 1}, 0)
+
+
 def test_work_of_a_step_that_is_over_is_not_added(manifest: Manifest) -> None:
     first, last = jobs_of(manifest, 0), jobs_of(manifest, 1)
     entry = Entry(0, tokens(manifest, 0), b"")
