@@ -116,6 +116,10 @@ class Enrolling:
         elif answer.verdict is Verdict.SERVE and context.state in (PeerState.JOINING, PeerState.SYNCING):
             if self._steps.hearing.is_going_on:
                 return  # of the step under way: until it has that, it listens, or it would miss the next one
+            if not await self._syncing.stop():
+                return  # asked again when the state is loaded
+            if context.state not in (PeerState.JOINING, PeerState.SYNCING):
+                return  # it was told to leave meanwhile
             seat.serves()
             self._say_phase("serving", f"stage {context.stage} from step {context.step}")
         elif answer.verdict in (Verdict.WAIT, Verdict.SYNC):

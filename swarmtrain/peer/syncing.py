@@ -53,6 +53,19 @@ class Syncing:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
+    async def stop(self) -> bool:
+        """Fetch no more, since the state that this peer has counts: what comes later would replace it.
+
+        False while a fetched state is being loaded: then that is the one that counts.
+        """
+        if self._task is None or self._task.done():
+            return True
+        if self._download is None:
+            return False
+        await self.close()
+        self._download = None
+        return True
+
     async def order(self, order: Enrolled) -> asyncio.Task[bool] | None:
         """Fetch the state that the coordinator named; one at a time, another one replaces it.
 
