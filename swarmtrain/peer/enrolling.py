@@ -19,7 +19,7 @@ from swarmtrain.peer.options import PeerOptions
 from swarmtrain.peer.seat import Seat
 from swarmtrain.peer.steps import Steps
 from swarmtrain.peer.syncing import Syncing
-from swarmtrain.wire.messages import Acknowledged, Enroll, Enrolled, Leave, Resync, Verdict
+from swarmtrain.wire.messages import Acknowledged, Code, Enroll, Enrolled, Leave, Resync, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class Enrolling:
                     await self._show_life(link.peer_id)
             except NetError as error:
                 log.info("the coordinator does not answer: %s", error)
-                if isinstance(error, CallRefused) and error.retry_after_s > 0.0:
-                    pause_s = min(ENROLL_S, error.retry_after_s)  # it is still starting
+                if isinstance(error, CallRefused) and error.code == Code.NOT_SERVING:
+                    pause_s = min(ENROLL_S, max(0.1, error.retry_after_s))  # it is still starting
                 seat.unheard()
                 if await link.look() and link.peer_id is not None:
                     context.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
@@ -110,6 +110,7 @@ class Enrolling:
         seat, context = self._seat, self._context
         if answer.term < context.term:
             return
+        self._steps.drop_taken_back(answer.term, answer.step)
         self._syncing.check_stuck(answer.step)
         if answer.verdict is Verdict.LEAVE:
             self._leave(answer.reason)

@@ -159,6 +159,12 @@ class Steps:
             while (apply := self._decisions.pop(context.step, None)) is not None:
                 await self._apply(apply, self._ready[apply.step])
 
+    def drop_taken_back(self, term: int, step: int) -> None:
+        """The coordinator of `term` counts `step` steps: what a former one decided beyond them was taken back."""
+        for later in [key for key, apply in self._decisions.items() if key >= step and apply.term < term]:
+            del self._decisions[later]
+            self._ready.pop(later, None)
+
     async def forget(self) -> None:
         """Another state is coming: what was computed, prepared or decided before does not count."""
         context = self._context

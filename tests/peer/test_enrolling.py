@@ -7,16 +7,19 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from swarmtrain.observe.events import Events
 from swarmtrain.peer.compute import ComputeThread
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.enrolling import Enrolling
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.peer.seat import Seat
-from swarmtrain.peer.steps import Steps
+from swarmtrain.peer.steps import Ready, Steps
 from swarmtrain.peer.syncing import Syncing
+from swarmtrain.reduce.coding import Reduced
 from swarmtrain.run.manifest import Manifest
-from swarmtrain.wire.messages import ChunkDigests, Enrolled, FetchDigests, Verdict
+from swarmtrain.wire.messages import Apply, ChunkDigests, Enrolled, FetchDigests, Verdict
 
 from .test_stage_jobs import jobs_of, manifest
 
@@ -115,5 +118,24 @@ def test_a_state_that_is_being_loaded_is_waited_for(manifest: Manifest) -> None:
         await task
         await newcomer.hears(SERVE)
         assert newcomer.context.state is PeerState.SERVING
+
+    with_newcomer(manifest, main)
+
+
+@pytest.mark.parametrize(("term", "run_step", "reached"), [(2, 0, 0), (2, 1, 1), (1, 0, 1)])
+def test_a_newcomer_does_not_follow_decisions_that_were_taken_back(
+    manifest: Manifest, term: int, run_step: int, reached: int
+) -> None:
+    """The run went back to step 0 under term 2; or its coordinator was only restarted; or nothing has happened."""
+
+    async def main(newcomer: Newcomer) -> None:
+        await newcomer.hears(Enrolled(1, 1, Verdict.WAIT, "", 0, "", ()))
+        steps, jobs = newcomer.steps, newcomer.context.jobs
+        steps._ready[0] = Ready(Reduced(jobs.worker.reduced_sum(), lambda: None), "sum", frozenset())
+        steps._decisions[0] = Apply("run", 1, 0, "sum", 1.0, 0.0, False)
+        await newcomer.hears(Enrolled(term, run_step, Verdict.SYNC, "", 0, "", ()))
+        assert newcomer.syncing._task is not None
+        assert await newcomer.syncing._task
+        assert newcomer.context.step == jobs.worker.state.step == reached
 
     with_newcomer(manifest, main)
