@@ -229,9 +229,13 @@ def complete(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what an interrupted write left behind."""
-    for path in complete(directory)[:-keep]:
+def prune(directory: Path, keep: int, *, up_to: int | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints, and what an interrupted write left behind.
+
+    Those of later steps than `up_to` are somebody else's: they stay, and do not count.
+    """
+    own = [path for path in complete(directory) if up_to is None or int(path.name[5:]) <= up_to]
+    for path in own[:-keep]:
         _remove(path)
     clear_partial(directory)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.errors import ExitCode, StorageError, SwarmtrainError
+from swarmtrain.observe.control import ControlError, ask
 from swarmtrain.run.manifest import Manifest
 
 log = logging.getLogger(__name__)
@@ -237,13 +238,24 @@ class LocalSwarm:
             if self.options.kill_coordinator and self._rng.random() < 0.3:
                 await self.replace_coordinator()
                 continue
-            candidates = [peer for peer in self.peers if peer.is_serving and self.can_spare(peer)]
+            candidates = await self.spare_peers()
             if candidates:
                 victim = self._rng.choice(candidates)
                 self._on_event({"event": "killed", "from": "local", "victim": victim.name, "stage": victim.stage})
                 await self.kill(victim)
                 self.peers.remove(victim)
                 self.peers.append(await self.start_peer(victim.stage))
+
+    async def spare_peers(self) -> list[Child]:
+        """Peers whose stage has another one that serves, as the coordinator sees it. Nobody, if it cannot say now."""
+        try:
+            status = await ask(self.options.state_dir / "coordinator" / "control.sock", "status")
+        except ControlError as error:
+            log.info("nobody is killed now: %s", error)
+            return []
+        names = serving_names(status)
+        living = [peer for peer in self.peers if peer.name in names and peer.process.returncode is None]
+        return [peer for peer in living if sum(other.stage == peer.stage for other in living) > 1]
 
     def can_spare(self, peer: Child) -> bool:
         """Whether another peer of its stage serves."""
@@ -276,3 +288,13 @@ class LocalSwarm:
             except TimeoutError:
                 log.warning("%s does not end; killing it", child.name)
                 await self.kill(child)
+
+
+def serving_names(status: dict[str, Any]) -> set[str]:
+    """By a coordinator's status: who hosts a stage at the run's step, over a link that holds."""
+    members = [member for stage in status["stages"] for member in stage]
+    return {
+        member["name"]
+        for member in members
+        if member["state"] == "serving" and member["step"] >= status["step"] and not member["doubt"]
+    }

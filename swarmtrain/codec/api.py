@@ -50,6 +50,11 @@ class Scope(Enum):
         """True if any replica of the receiving stage can decode; False if routes must be sticky."""
         return self in (Scope.NONE, Scope.MICROBATCH, Scope.SENDER)
 
+    @property
+    def remembers(self) -> bool:
+        """True if a message depends on those of former microbatches."""
+        return self not in (Scope.NONE, Scope.MICROBATCH)
+
 
 @dataclass(frozen=True, slots=True)
 class MessageContext:

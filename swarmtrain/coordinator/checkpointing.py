@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 
+from swarmtrain.boundary import codec_pair
 from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
-from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, complete, latest, open_checkpoint, prune
+from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, complete, open_checkpoint, prune
+from swarmtrain.codec import Direction, make_encoder
 from swarmtrain.coordinator.admission import StateOffer
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.errors import StorageError
@@ -18,9 +20,20 @@ from swarmtrain.model.buffers import StateLayout
 from swarmtrain.net.errors import Refusal
 from swarmtrain.observe.events import CheckpointFailed, CheckpointWritten
 from swarmtrain.observe.faults import Point
+from swarmtrain.reduce.coding import gradient_spec
+from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import ChunkDigests, Code, FetchDigests, FetchState, StateChunk
 
 log = logging.getLogger(__name__)
+
+
+def codecs_remember(manifest: Manifest) -> bool:
+    """Whether some codec of the run keeps something of former messages. A checkpoint holds none of it, so there may be
+    one only where codecs forget: where `checkpoint.every` puts it, and at the end."""
+    pair = codec_pair(manifest)
+    specs = {Direction.FORWARD: pair.forward, Direction.BACKWARD: pair.backward}
+    encoders = [make_encoder(spec, boundary=0, direction=way) for way, spec in specs.items()]
+    return any(encoder.scope.remembers for encoder in encoders) or gradient_spec(manifest).kind in ("topk", "powersgd")
 
 
 class Checkpoints:
@@ -63,8 +76,8 @@ class Checkpoints:
             context.events.emit(CheckpointFailed(step, str(error)))
             return False
         context.journal.note_checkpoint(step, path.name, list(digests))
-        self.newest, self._source = latest(self.directory), None
-        prune(self.directory, context.manifest.checkpoint.keep)
+        self.newest, self._source = open_checkpoint(path), None
+        prune(self.directory, context.manifest.checkpoint.keep, up_to=step)
         for stage, book in enumerate(context.stages):
             book.checkpoint = self.offer(stage)
         context.events.emit(CheckpointWritten(step, str(path)))

@@ -68,6 +68,7 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_S = 10.0
 RECORD_LIFE_S = 45.0
+STARTING_S = 0.5  # when to ask a coordinator again that knows no answer yet
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class CoordinatorDaemon:
         self._stopping = asyncio.Event()
         self.invite: Invite | None = None
         self.refused: Counter[str] = Counter()  # by code
+        self._is_open = False  # until then nothing is known of the run
 
     def stop(self) -> None:
         """Stop after what is being decided; peers keep their state and wait for the next coordinator."""
@@ -214,6 +216,7 @@ class CoordinatorDaemon:
         for path in (self.options.state_dir / "invite", self.options.invite_file):
             if path is not None:
                 _write(path, self.invite.text() + "\n")
+        self._is_open = True
         self._phase("invite", self.invite.text())
 
     def _resume(self) -> None:
@@ -238,6 +241,8 @@ class CoordinatorDaemon:
             raise
 
     async def _answer(self, message: Message, exchange: Exchange) -> Message:
+        if not self._is_open:  # whoever knows it from its former life finds it before it is ready
+            raise Refusal(Code.NOT_SERVING, "this coordinator is still starting", STARTING_S)
         if isinstance(message, FetchRun):
             if message.run != self.run_id:
                 raise Refusal(Code.WRONG_RUN, f"this is run {self.run_id}")

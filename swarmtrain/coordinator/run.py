@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from swarmtrain.coordinator.admission import servers
 from swarmtrain.coordinator.apply import Applies, StepResult
-from swarmtrain.coordinator.checkpointing import Checkpoints
+from swarmtrain.coordinator.checkpointing import Checkpoints, codecs_remember
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.steps import StepDriver
 from swarmtrain.observe.events import RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
@@ -37,6 +37,7 @@ class Run:
         self._min_peers = min_peers if context.step == 0 else 1  # a resumed run takes whom it gets
         self._driver = StepDriver(context, applies)
         self._writing: asyncio.Task[object] | None = None
+        self._codecs_remember = codecs_remember(context.manifest)
         self.last: StepApplied | None = None
         self._val_loss: float | None = None
 
@@ -54,9 +55,7 @@ class Run:
         await self._validate_if_due()
         while context.step < schedule.steps:
             await self._all_stages_served()
-            due = (
-                context.step + 1 == schedule.steps or self._checkpoint_due(context.step + 1) or self._owes_checkpoint()
-            )
+            due = self._checkpoint_due(context.step + 1)
             started = time.perf_counter()
             result = await self._driver.step(checkpoint=due)
             seconds = time.perf_counter() - started
@@ -164,7 +163,11 @@ class Run:
         context.waits_for = reason
 
     def _checkpoint_due(self, step: int) -> bool:
-        return self._context.manifest.is_checkpoint(step)
+        """At the end, where the manifest says, and at once if the last one came to nothing: if a run that is restored
+        there goes on as this one does. With codecs that remember it would not."""
+        manifest = self._context.manifest
+        is_planned = step == manifest.schedule.steps or manifest.is_checkpoint(step)
+        return is_planned or (self._owes_checkpoint() and not self._codecs_remember)
 
     def _owes_checkpoint(self) -> bool:
         """Whether the last one came to nothing: its keepers died, or the disk was full."""

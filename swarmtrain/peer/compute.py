@@ -24,12 +24,18 @@ T = TypeVar("T")
 
 
 class Kind(IntEnum):
-    """What a job is; lower runs first."""
+    """What a job is. Times are kept apart by kind, so short jobs are not of a kind with long ones."""
 
     STEP = 0
     BACKWARD = 1
     FORWARD = 2
     EVALUATE = 3
+    MESSAGE = 4  # checks what came, settles what went
+
+    @property
+    def rank(self) -> int:
+        """Lower runs first; messages are looked at in turn with step work."""
+        return Kind.STEP if self is Kind.MESSAGE else self
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,10 @@ class Timed(Generic[T]):
 
 @dataclass(order=True)
 class _Job:
-    kind: Kind
+    rank: int
     microbatch: int
     serial: int
+    kind: Kind = field(compare=False)
     work: Callable[[], object] = field(compare=False)
     future: asyncio.Future[Timed[object]] = field(compare=False)
     submitted: float = field(compare=False)
@@ -97,7 +104,7 @@ class ComputeThread:
     async def run(self, kind: Kind, microbatch: int, work: Callable[[], T]) -> Timed[T]:
         """Run `work` on the thread when its turn comes. Cancelling the caller does not stop a job that has begun."""
         future: asyncio.Future[Timed[object]] = self._loop.create_future()
-        job = _Job(kind, microbatch, next(self._serial), work, future, time.perf_counter())
+        job = _Job(kind.rank, microbatch, next(self._serial), kind, work, future, time.perf_counter())
         with self._changed:
             if self._stopping:
                 raise RuntimeError("the compute thread has stopped")

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from swarmtrain.chain.claim import Claim
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, checked_offer
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.net.directory import Directory, TopicRule
-from swarmtrain.net.errors import NetError
+from swarmtrain.net.errors import CallRefused, NetError
 from swarmtrain.net.host import Host
 from swarmtrain.net.node import Node
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import FetchRun, RunOffer, SeekStage, StageFound
+from swarmtrain.wire.schema import Message
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Message)
 
 LOOK_AGAIN_S = 0.3
 DOUBT_S = 1.0  # how often strangers who claim to coordinate may make this peer read the directory
@@ -107,18 +110,24 @@ class CoordinatorLink:
 
     async def fetch_run(self, *, timeout_s: float) -> Manifest:
         """The run's manifest, checked against the invite."""
-        peer_id = await self.find(timeout_s=timeout_s)
-        try:
-            offer = await self._node.call(peer_id, FetchRun(self._invite.run_id), deadline_s=timeout_s, expect=RunOffer)
-        except NetError as error:
-            raise RunUnreachable(f"the coordinator does not answer: {error}", fix="try again in a minute") from error
+        offer = await self._ask(FetchRun(self._invite.run_id), RunOffer, timeout_s)
         return checked_offer(offer, self._invite)
 
     async def seek_stage(self, stages: Sequence[int], *, timeout_s: float) -> StageFound:
         """Which of these stages needs a peer most."""
-        peer_id = await self.find(timeout_s=timeout_s)
-        message = SeekStage(self._invite.run_id, tuple(stages))
-        try:
-            return await self._node.call(peer_id, message, deadline_s=timeout_s, expect=StageFound)
-        except NetError as error:
-            raise RunUnreachable(f"the coordinator does not answer: {error}", fix="try again in a minute") from error
+        return await self._ask(SeekStage(self._invite.run_id, tuple(stages)), StageFound, timeout_s)
+
+    async def _ask(self, message: Message, expect: type[T], timeout_s: float) -> T:
+        """The coordinator's answer; one that is still starting is asked again when it says."""
+        peer_id, ends_at = await self.find(timeout_s=timeout_s), asyncio.get_running_loop().time() + timeout_s
+        while True:
+            left_s = ends_at - asyncio.get_running_loop().time()
+            try:
+                return await self._node.call(peer_id, message, deadline_s=left_s, expect=expect)
+            except NetError as error:
+                retry_after_s = error.retry_after_s if isinstance(error, CallRefused) else 0.0
+                if not 0.0 < retry_after_s < left_s:
+                    raise RunUnreachable(
+                        f"the coordinator does not answer: {error}", fix="try again in a minute"
+                    ) from error
+            await asyncio.sleep(retry_after_s)

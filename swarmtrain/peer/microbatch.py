@@ -21,9 +21,10 @@ from swarmtrain.net.errors import Refusal
 from swarmtrain.net.exchange import Exchange
 from swarmtrain.observe.faults import Action, Point, damaged
 from swarmtrain.observe.split import Part
+from swarmtrain.peer.codecs import BadTensor, WrongPartner
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext, PeerState
-from swarmtrain.peer.jobs import BadTensor, Outcome, StaleWork, WrongPartner
+from swarmtrain.peer.jobs import Outcome, StaleWork
 from swarmtrain.peer.ledger import Entry, Raw
 from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Replay, Work
 
@@ -89,7 +90,7 @@ class Microbatches:
             return
         entry.sticky = None
         await context.compute.run(
-            Kind.STEP, -1, lambda: context.jobs.settle(Direction.BACKWARD, sticky.ticket, delivered=False)
+            Kind.MESSAGE, -1, lambda: context.jobs.codecs.settle(Direction.BACKWARD, sticky.ticket, delivered=False)
         )
 
     async def replay(self, replay: Replay, exchange: Exchange) -> Done:
@@ -114,10 +115,12 @@ class Microbatches:
             boundary=entry.output,
         )
         deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
-        with context.compute.split.during(Part.WIRE):
-            below = await context.dispatcher.call(
-                work, deadline_s=deadline_s, check=partial(self._check_answer, work, keep=False)
-            )
+        check = partial(self._check_answer, entry, work, keep=False)
+        try:
+            with context.compute.split.during(Part.WIRE):
+                below = await context.dispatcher.call(work, deadline_s=deadline_s, check=check)
+        except StaleWork as error:
+            raise self._as_refusal(error) from error
         return Done(below.loss, (context.hop, *below.route), 0.0, 0.0, 0.0, b"", self._load_s())
 
     async def _serve(self, entry: Entry, work: Work, deadline_s: float) -> Done:
@@ -127,11 +130,11 @@ class Microbatches:
         try:
             context.faults.hit(Point.BEFORE_FORWARD)
             partner = ""
-            if context.dispatcher is not None and context.jobs.has_sticky_routes:
+            if context.dispatcher is not None and context.jobs.codecs.has_sticky_routes:
                 partner = context.dispatcher.partner(len(work.tokens))
-            if context.jobs.has_sticky_routes:
+            if context.jobs.codecs.has_sticky_routes:
                 await context.compute.run(
-                    Kind.STEP, -1, lambda: context.jobs.take_boundary(entry, work.step, entry.caller)
+                    Kind.MESSAGE, -1, lambda: context.jobs.codecs.take_boundary(entry, work.step, entry.caller)
                 )
             if context.dispatcher is None:
                 entry.is_critical = self._is_critical(entry)  # the last stage encodes the gradient in the same job
@@ -172,12 +175,12 @@ class Microbatches:
         An exact one on a line of which nothing is known measures it; a compressed one is often too small for that.
         """
         context = self._context
-        if not context.jobs.compresses_if_critical:
+        if not context.jobs.codecs.compresses_if_critical:
             return True
         critical, rate = False, context.node.estimate(entry.caller).up_bytes_per_s
         if rate:
             other_work_s = max(0.0, entry.caller_busy_until - asyncio.get_running_loop().time())
-            critical = is_critical(SendEstimate(other_work_s, *context.jobs.critical_times(rate)))
+            critical = is_critical(SendEstimate(other_work_s, *context.jobs.codecs.critical_times(rate)))
         context.counters.critical[critical] += 1
         return critical
 
@@ -193,7 +196,7 @@ class Microbatches:
             if sticky is not None and ticket is not None:
                 delivered = sticky.delivered
                 await context.compute.run(
-                    Kind.STEP, -1, lambda: context.jobs.settle(Direction.FORWARD, ticket, delivered=delivered)
+                    Kind.MESSAGE, -1, lambda: context.jobs.codecs.settle(Direction.FORWARD, ticket, delivered=delivered)
                 )
         try:
             return below, await self._take_gradient(entry, work.step, below)
@@ -204,10 +207,10 @@ class Microbatches:
 
     async def _take_gradient(self, entry: Entry, step: int, below: Done) -> Raw:
         context, sender = self._context, below.route[0].peer_id
-        if not context.jobs.has_sticky_answers:
+        if not context.jobs.codecs.has_sticky_answers:
             return below.gradient
         timed = await context.compute.run(
-            Kind.STEP, -1, lambda: context.jobs.take_gradient(entry, step, below.gradient, sender)
+            Kind.MESSAGE, -1, lambda: context.jobs.codecs.take_gradient(entry, step, below.gradient, sender)
         )
         return timed.value
 
@@ -234,7 +237,7 @@ class Microbatches:
         def progress(item: Progress) -> None:
             self._tell(entry, item.hops)
 
-        check = partial(self._check_answer, request, keep=True)
+        check = partial(self._check_answer, entry, request, keep=True)
         with context.compute.split.during(Part.WIRE):
             return await context.dispatcher.call(
                 request, deadline_s=deadline_s, on_progress=progress, check=check, sticky=sticky
@@ -279,7 +282,7 @@ class Microbatches:
         if not work.evaluate and work.microbatch >= num_microbatches:
             raise context.refuse(Code.BAD_TENSOR, f"a step has {num_microbatches} microbatches")
         try:
-            context.jobs.check_tokens(work.tokens)
+            context.jobs.codecs.check_tokens(work.tokens)
         except BadTensor as error:
             raise context.refuse(Code.BAD_TENSOR, str(error)) from error
 
@@ -290,16 +293,17 @@ class Microbatches:
             retry_after_s = 0.05 + 0.5 * context.compute.backlog_s()
             raise context.refuse(Code.BUSY, f"{waiting} jobs wait", retry_after_s)
 
-    async def _check_answer(self, work: Work, done: Done, *, keep: bool) -> None:
-        """Raise ValueError for an answer that cannot be right: then another peer is asked. `keep`: backward follows."""
+    async def _check_answer(self, entry: Entry, work: Work, done: Done, *, keep: bool) -> None:
+        """Raise ValueError for an answer that cannot be right: then another peer is asked. `keep`: backward follows.
+
+        StaleWork says nothing about the answer: it is this peer that has gone on.
+        """
         context = self._context
         if [hop.stage for hop in done.route] != list(range(work.stage, context.manifest.stages.count)):
             raise ValueError("an answer whose route does not lead through all stages")
         if not work.evaluate:
             await context.compute.run(
-                Kind.STEP,
-                -1,
-                lambda: context.jobs.check_gradient(done.gradient, work.step, work.microbatch, keep=keep),
+                Kind.MESSAGE, -1, lambda: context.jobs.check_gradient(entry, work.step, done.gradient, keep=keep)
             )
 
     def _tell(self, entry: Entry, hops: tuple[Hop, ...]) -> None:

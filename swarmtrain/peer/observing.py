@@ -133,9 +133,9 @@ class PeerObserver:
             },
             "sync_percent": status.sync_percent,
             "codec_ratio": dict(self._ratios),
-            "codec_error": dict(context.jobs.fidelity.errors),
-            "sticky": context.jobs.sticky_messages,
-            "residual_cosine": context.jobs.residuals.cosine,
+            "codec_error": dict(context.jobs.codecs.fidelity.errors),
+            "sticky": context.jobs.codecs.sticky_messages,
+            "residual_cosine": context.jobs.codecs.residuals.cosine,
             "transfers": {
                 "sent": {"bytes": up[0], "seconds": up[1]},
                 "received": {"bytes": down[0], "seconds": down[1]},
@@ -185,7 +185,7 @@ class PeerObserver:
 
     def _note_ratios(self) -> None:
         """How much smaller the codec makes a boundary tensor than its fp32 numbers."""
-        raw = self._context.jobs.boundary_bytes
+        raw = self._context.jobs.codecs.boundary_bytes
         entry = next(iter(self._context.ledger), None)
         if entry is None or not raw:
             return

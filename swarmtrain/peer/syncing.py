@@ -53,6 +53,19 @@ class Syncing:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
+    async def stop(self) -> bool:
+        """Fetch no more, since the state that this peer has counts: what comes later would replace it.
+
+        False while a fetched state is being loaded: then that is the one that counts.
+        """
+        if self._task is None or self._task.done():
+            return True
+        if self._download is None:
+            return False
+        await self.close()
+        self._download = None
+        return True
+
     async def order(self, order: Enrolled) -> asyncio.Task[bool] | None:
         """Fetch the state that the coordinator named; one at a time, another one replaces it.
 
@@ -71,7 +84,7 @@ class Syncing:
     def check_stuck(self, run_step: int) -> None:
         """Start over if the run goes on and this newcomer does not follow."""
         context, now = self._context, asyncio.get_running_loop().time()
-        is_fetching = (self._task is not None and not self._task.done()) or self._steps.is_receiving
+        is_fetching = (self._task is not None and not self._task.done()) or self._steps.hearing.is_going_on
         if context.step != self._last_step or is_fetching or run_step <= context.step:
             self._last_step, self._advanced_at = context.step, now
         elif context.state is PeerState.SYNCING and now - self._advanced_at > STUCK_S:
@@ -81,7 +94,7 @@ class Syncing:
     def _start_over(self) -> None:
         context = self._context
         context.incarnation = secrets.token_hex(8)
-        self._steps.drop_receptions()  # they were asked of the former incarnation
+        self._steps.hearing.drop()  # they were asked of the former incarnation
         self._download, self._num_failures = None, 0
         self._advanced_at = asyncio.get_running_loop().time()
         self.num_started_over += 1
@@ -97,7 +110,7 @@ class Syncing:
         context, step = self._context, order.sync_step
         layout = context.jobs.worker.state.layout
         if self._download is None or not self._download.is_of(step, order.sync_digest):
-            self._steps.drop_receptions(before=step)
+            self._steps.hearing.drop(before=step)
             self._download = Download(context.node, context.run_id, layout, step, order.sync_digest)
             self._num_failures = 0
         download, shown = self._download, -1

@@ -56,7 +56,7 @@ def test_jobs_run_by_kind_then_age_then_arrival(wanted: list[tuple[Kind, int]]) 
         )
 
     with_thread(main)
-    assert ran == sorted(range(len(wanted)), key=lambda i: (*wanted[i], i))
+    assert ran == sorted(range(len(wanted)), key=lambda i: (wanted[i][0].rank, wanted[i][1], i))
 
 
 def test_a_failing_job_fails_its_caller_and_nobody_else() -> None:

@@ -6,13 +6,16 @@ import asyncio
 import time
 from typing import Any, cast
 
+import pytest
 from net.memory_hosts import MemoryNetwork
 
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.net.directory import Directory, DirectoryOptions
+from swarmtrain.net.errors import CallRefused
 from swarmtrain.net.identity import RunKey
-from swarmtrain.peer.coordinator_link import CoordinatorLink, directory_rules
+from swarmtrain.peer.coordinator_link import CoordinatorLink, RunUnreachable, directory_rules
 from swarmtrain.run.invite import Invite
+from swarmtrain.wire.messages import Code, StageFound
 
 
 def test_a_record_says_who_coordinates_under_which_term_and_that_the_run_is_over() -> None:
@@ -76,3 +79,47 @@ def test_of_two_coordinators_with_one_term_the_one_that_got_further_is_followed_
         assert link.term == 5  # an outdated term is not followed
 
     asyncio.run(main())
+
+
+class Starting:
+    """A coordinator that is ready when it is asked for the `ready_at`-th time."""
+
+    def __init__(self, ready_at: int) -> None:
+        self.num_asked, self._ready_at = 0, ready_at
+
+    async def call(self, peer_id: str, message: object, *, deadline_s: float, expect: object) -> StageFound:
+        self.num_asked += 1
+        if self.num_asked < self._ready_at:
+            raise CallRefused(Code.NOT_SERVING, "still starting", retry_after_s=0.01)
+        return StageFound(1, "the weakest")
+
+
+@pytest.mark.parametrize("ready_at", [1, 3])
+def test_a_coordinator_that_is_still_starting_is_asked_again(ready_at: int) -> None:
+    async def main() -> None:
+        node, link = link_to(ready_at)
+        assert await link.seek_stage([0, 1], timeout_s=20.0) == StageFound(1, "the weakest")
+        assert node.num_asked == ready_at
+
+    asyncio.run(main())
+
+
+def test_a_coordinator_that_never_gets_ready_is_not_waited_for_longer_than_was_said() -> None:
+    async def main() -> None:
+        node, link = link_to(1 << 30)
+        with pytest.raises(RunUnreachable, match="still starting"):
+            await link.seek_stage([0, 1], timeout_s=0.1)
+        assert node.num_asked > 1
+
+    asyncio.run(main())
+
+
+def link_to(ready_at: int) -> tuple[Starting, CoordinatorLink]:
+    node = Starting(ready_at)
+    link = CoordinatorLink(Invite("run", bytes(32), ()), cast(Any, None), cast(Any, node), cast(Any, None))
+
+    async def found(*, timeout_s: float) -> str:
+        return "coordinator"
+
+    link.find = found  # type: ignore[method-assign]
+    return node, link

@@ -11,9 +11,10 @@ from swarmtrain.codec.policy import SendEstimate, is_critical
 from swarmtrain.model.sizes import id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
-from swarmtrain.peer import jobs as jobs_module
+from swarmtrain.peer import codecs as codecs_module
+from swarmtrain.peer.codecs import BadTensor
 from swarmtrain.peer.fidelity import SAMPLE_EVERY, CodecTimes, Fidelity
-from swarmtrain.peer.jobs import BadTensor, StageJobs, StaleWork
+from swarmtrain.peer.jobs import StageJobs, StaleWork
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.reduce.coding import Reduced
 from swarmtrain.run.manifest import Manifest, parse_manifest
@@ -81,6 +82,16 @@ def test_an_extra_microbatch_is_taken_out_exactly_and_can_come_back(manifest: Ma
     assert torch.equal(disturbed.reconciled_share(entries, {0, 1, 2}, 0), everything)
 
 
+def test_a_sum_that_was_dropped_is_not_taken_for_that_of_the_ledger(manifest: Manifest) -> None:
+    """Between the loss of a state and the new ledger entries still say that they are in the sum."""
+    first = jobs_of(manifest, 0)
+    entries = run_chain(first, jobs_of(manifest, 1), manifest, [0, 1])
+    first.drop_work()
+    assert all(entry.accumulated for entry in entries)
+    with pytest.raises(StaleWork):
+        first.reconciled_share(entries, {0, 1}, 0)
+
+
 def test_work_of_a_step_that_is_over_is_not_added(manifest: Manifest) -> None:
     first, last = jobs_of(manifest, 0), jobs_of(manifest, 1)
     entry = Entry(0, tokens(manifest, 0), b"")
@@ -101,7 +112,7 @@ def test_tensors_that_are_not_what_they_should_be_are_refused(manifest: Manifest
     with pytest.raises(BadTensor):
         last.forward(Entry(0, tokens(manifest, 0), b"random bytes" * 20), 0)
     with pytest.raises(BadTensor):
-        first.check_tokens(tokens(manifest, 0)[:-1])
+        first.codecs.check_tokens(tokens(manifest, 0)[:-1])
     assert not last.worker.sum.total.any()
 
 
@@ -120,9 +131,9 @@ def test_what_a_codec_loses_is_known(manifest: Manifest, codec: str, low: float,
     lossy = parse_manifest(manifest.canonical(), [f"wire.forward={codec}", f"wire.backward={codec}"])
     first, last = jobs_of(lossy, 0), jobs_of(lossy, 1)
     run_chain(first, last, lossy, [0])
-    assert low <= first.fidelity.errors["forward"] <= high
-    assert low <= last.fidelity.errors["backward"] <= high
-    assert set(first.fidelity.errors) | set(last.fidelity.errors) == {"forward", "backward"}
+    assert low <= first.codecs.fidelity.errors["forward"] <= high
+    assert low <= last.codecs.fidelity.errors["backward"] <= high
+    assert set(first.codecs.fidelity.errors) | set(last.codecs.fidelity.errors) == {"forward", "backward"}
 
 
 def test_few_messages_are_looked_at(manifest: Manifest) -> None:
@@ -212,9 +223,9 @@ def test_a_peer_knows_how_biased_its_error_feedback_is(manifest: Manifest, backw
     run = parse_manifest(manifest.canonical(), [f"wire.backward={backward}"])
     first, last = jobs_of(run, 0), jobs_of(run, 1)
     run_chain(first, last, run, [0])
-    assert last.residuals.cosine is None  # it takes two messages
+    assert last.codecs.residuals.cosine is None  # it takes two messages
     run_chain(first, last, run, [1])
-    cosine = last.residuals.cosine
+    cosine = last.codecs.residuals.cosine
     if "lep" in backward:
         assert cosine is not None
         assert 0.0 < abs(cosine) < 1.0
@@ -230,17 +241,17 @@ def test_a_gradient_that_was_checked_is_not_decoded_again(manifest: Manifest, mo
     plain_one.forward(twin, 0)
     decoded = []
     monkeypatch.setattr(
-        jobs_module, "decode", lambda raw, *rest, **more: decoded.append(raw) or decode(raw, *rest, **more)
+        codecs_module, "decode", lambda raw, *rest, **more: decoded.append(raw) or decode(raw, *rest, **more)
     )
-    checking.check_gradient(gradient, 0, 0, keep=True)
+    checking.check_gradient(entry, 0, gradient, keep=True)
     checking.backward(entry, 0, gradient)
     assert len(decoded) == 1
-    plain_one.check_gradient(gradient, 0, 0, keep=True)
+    plain_one.check_gradient(twin, 0, gradient, keep=True)
     plain_one.backward(twin, 0, bytes(bytearray(gradient)))  # equal bytes, but not those that were checked
     assert len(decoded) == 3
     assert torch.equal(checking.worker.sum.total, plain_one.worker.sum.total)
     with pytest.raises(BadTensor):
-        checking.check_gradient(gradient[:-1], 0, 0)
+        checking.check_gradient(entry, 0, gradient[:-1])
 
 
 def test_a_codec_that_takes_longer_than_it_saves_is_not_used(manifest: Manifest) -> None:
@@ -249,16 +260,16 @@ def test_a_codec_that_takes_longer_than_it_saves_is_not_used(manifest: Manifest)
     rate = 1e6
 
     def critical() -> bool:
-        return is_critical(SendEstimate(0.0, *last.critical_times(rate)))
+        return is_critical(SendEstimate(0.0, *last.codecs.critical_times(rate)))
 
-    exact_s, compressed_s = last.critical_times(rate)
+    exact_s, compressed_s = last.codecs.critical_times(rate)
     assert compressed_s < exact_s
     assert critical()
     run_chain(first, last, run, [0])
-    assert last.codec_times.seconds(True) > 0  # measured with the first message
-    assert last.critical_times(rate)[1] == pytest.approx(compressed_s + last.codec_times.seconds(True))
-    last.codec_times = CodecTimes()
-    last.codec_times.add(True, 2 * exact_s, lambda: None)
+    assert last.codecs.times.seconds(True) > 0  # measured with the first message
+    assert last.codecs.critical_times(rate)[1] == pytest.approx(compressed_s + last.codecs.times.seconds(True))
+    last.codecs.times = CodecTimes()
+    last.codecs.times.add(True, 2 * exact_s, lambda: None)
     assert not critical()
-    last.codec_times.add(False, 3 * exact_s, lambda: None)
+    last.codecs.times.add(False, 3 * exact_s, lambda: None)
     assert critical()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from swarmtrain.codec import Direction, MessageContext, decode, needs_state
-from swarmtrain.peer.jobs import BadTensor, StageJobs, WrongPartner
+from swarmtrain.peer.codecs import BadTensor, WrongPartner
+from swarmtrain.peer.jobs import StageJobs
 from swarmtrain.peer.ledger import Entry, Raw
 from swarmtrain.run.manifest import Manifest, parse_manifest
 
@@ -31,7 +32,7 @@ def sent(first: StageJobs, run: Manifest, microbatch: int, visit: int = 0) -> tu
     entry = Entry(microbatch, tokens(run, visit), b"")
     outcome = first.forward(entry, 0, "partner")
     assert outcome.ticket is not None
-    first.settle(Direction.FORWARD, outcome.ticket, delivered=True)
+    first.codecs.settle(Direction.FORWARD, outcome.ticket, delivered=True)
     return entry, outcome.sticky, outcome.payload
 
 
@@ -44,7 +45,7 @@ def test_the_partner_gets_exactly_what_everybody_else_would_get_whole(manifest: 
         assert needs_state(difference)
         assert not needs_state(whole)
         received = Entry(microbatch, entry.tokens, difference, caller="sender")
-        last.take_boundary(received, 0, "sender")
+        last.codecs.take_boundary(received, 0, "sender")
         assert torch.equal(tensor_of(received.boundary), tensor_of(whole))
         assert entry.output == whole  # what a replay sends
 
@@ -54,14 +55,14 @@ def test_a_wrong_partner_refuses_and_takes_the_whole_tensor(manifest: Manifest, 
     run = sticky(manifest, forward)
     first, partner, stranger = jobs_of(run, 0), jobs_of(run, 1), jobs_of(run, 1)
     entry, key, _ = sent(first, run, 0)
-    partner.take_boundary(Entry(0, entry.tokens, key), 0, "sender")
+    partner.codecs.take_boundary(Entry(0, entry.tokens, key), 0, "sender")
     entry, difference, whole = sent(first, run, 1)  # the same tokens again: now a difference
     received = Entry(1, entry.tokens, difference)
     with pytest.raises(WrongPartner):
-        stranger.take_boundary(received, 0, "sender")
+        stranger.codecs.take_boundary(received, 0, "sender")
     assert received.boundary == difference
     received.boundary = whole
-    stranger.take_boundary(received, 0, "sender")
+    stranger.codecs.take_boundary(received, 0, "sender")
     assert torch.equal(tensor_of(received.boundary), tensor_of(whole))
 
 
@@ -73,11 +74,11 @@ def test_after_a_refusal_the_next_message_is_a_key_frame(manifest: Manifest) -> 
     outcome = first.forward(entry, 0, "partner")
     assert outcome.ticket is not None
     with pytest.raises(WrongPartner):
-        stranger.take_boundary(Entry(1, entry.tokens, outcome.sticky), 0, "sender")
-    first.settle(Direction.FORWARD, outcome.ticket, delivered=False)
+        stranger.codecs.take_boundary(Entry(1, entry.tokens, outcome.sticky), 0, "sender")
+    first.codecs.settle(Direction.FORWARD, outcome.ticket, delivered=False)
     entry, key, whole = sent(first, run, 2)
     received = Entry(2, entry.tokens, key)
-    stranger.take_boundary(received, 0, "sender")
+    stranger.codecs.take_boundary(received, 0, "sender")
     assert torch.equal(tensor_of(received.boundary), tensor_of(whole))
 
 
@@ -87,15 +88,15 @@ def test_a_sticky_gradient_is_for_its_caller_and_whole_for_the_others(manifest: 
     for microbatch in range(2):
         entry, difference, _ = sent(first, run, microbatch)
         received = Entry(microbatch, entry.tokens, difference, caller="sender")
-        last.take_boundary(received, 0, "sender")
+        last.codecs.take_boundary(received, 0, "sender")
         whole = last.forward(received, 0).payload
         assert received.sticky is not None
-        first.check_gradient(received.sticky.payload, 0, microbatch)
-        gradient = first.take_gradient(entry, 0, received.sticky.payload, "last")
+        first.check_gradient(entry, 0, received.sticky.payload)
+        gradient = first.codecs.take_gradient(entry, 0, received.sticky.payload, "last")
         assert torch.equal(tensor_of(gradient), tensor_of(whole))
     stranger, difference_of_second = jobs_of(run, 0), received.sticky.payload
     with pytest.raises(WrongPartner):
-        stranger.take_gradient(entry, 0, difference_of_second, "last")
+        stranger.codecs.take_gradient(entry, 0, difference_of_second, "last")
 
 
 def test_damaged_differences_are_bad_tensors(manifest: Manifest) -> None:
@@ -104,7 +105,7 @@ def test_damaged_differences_are_bad_tensors(manifest: Manifest) -> None:
     entry, difference, _ = sent(first, run, 0)
     for damaged in (difference[:-1], difference[:20], b"", bytes(100)):
         with pytest.raises(BadTensor):
-            last.take_boundary(Entry(0, entry.tokens, damaged), 0, "sender")
+            last.codecs.take_boundary(Entry(0, entry.tokens, damaged), 0, "sender")
 
 
 def test_validation_leaves_no_trace_in_what_codecs_remember(manifest: Manifest) -> None:
@@ -123,5 +124,5 @@ def test_equal_sequences_of_a_microbatch_are_different_samples(manifest: Manifes
     entry = Entry(0, row * run.batch.sequences_per_microbatch, b"")
     outcome = first.forward(entry, 0, "partner")
     received = Entry(0, entry.tokens, outcome.sticky)
-    last.take_boundary(received, 0, "sender")
+    last.codecs.take_boundary(received, 0, "sender")
     assert torch.equal(tensor_of(received.boundary), tensor_of(outcome.payload))

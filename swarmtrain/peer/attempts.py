@@ -1,0 +1,103 @@
+"""Which attempt at a step's reduction counts at a peer: one at a time, the newest; and where others' parts go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from swarmtrain.peer.attempt import Attempt
+from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.peer.hearing import Hearing
+from swarmtrain.wire.messages import Code, Part, Prepare, Prepared, Unprepared
+
+PART_WAIT_S = 10.0  # how long a share waits for this peer's own prepare
+MAX_PAST = 3  # finished reductions that are kept for newcomers who are still receiving them
+_NO_ATTEMPT = (-1, -1, -1)
+
+Work = Callable[[Prepare], Coroutine[Any, Any, Prepared | Unprepared]]
+
+
+class Attempts:
+    """The attempt under way, and finished ones of which somebody may still be receiving."""
+
+    def __init__(self, context: PeerContext, hearing: Hearing) -> None:
+        self._context, self._hearing = context, hearing
+        self._newest = _NO_ATTEMPT  # term, step, attempt
+        self._task: asyncio.Task[Prepared | Unprepared] | None = None
+        self._beginning = asyncio.Lock()  # held while one attempt replaces another
+        self._reducing: Attempt | None = None
+        self._past: dict[tuple[int, int, int], Attempt] = {}
+        self._changed = asyncio.Condition()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an attempt has begun, and was not given up."""
+        return self._task is not None
+
+    async def begin(self, prepare: Prepare, work: Work) -> asyncio.Task[Prepared | Unprepared]:
+        """The attempt that is asked for; the one before is given up. One at a time: ending an attempt takes a while."""
+        context, wanted = self._context, (prepare.term, prepare.step, prepare.attempt)
+        async with self._beginning:
+            if wanted < self._newest or prepare.step != context.step:
+                raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up")
+            if context.state is PeerState.SYNCING:
+                raise context.refuse(Code.BEHIND, "this peer begins to fetch its state", retry_after_s=0.5)
+            if wanted > self._newest or self._task is None:
+                self._hearing.drop()  # it is one of the others now
+                await self._end(next_step=prepare.step)
+                self._newest = wanted
+                self._task = asyncio.create_task(work(prepare), name=f"prepare step {prepare.step}")
+            return self._task
+
+    async def reduce_in(self, attempt: Attempt) -> None:
+        """From now on others' parts go to this one."""
+        async with self._changed:
+            self._reducing = attempt
+            self._changed.notify_all()
+
+    async def of(self, part: Part) -> Attempt:
+        """The attempt that a part belongs to: a kept one, or the one that begins soon. Refuses others."""
+        context, wanted = self._context, (part.term, part.step, part.attempt)
+        attempt = self._past.get(wanted)
+        if attempt is None:
+            try:
+                async with asyncio.timeout(PART_WAIT_S), self._changed:
+                    await self._changed.wait_for(lambda: self._reducing is not None and self._reducing.key >= wanted)
+            except TimeoutError:
+                raise context.refuse(Code.UNKNOWN, "this peer was not asked to prepare this attempt") from None
+            attempt = self._reducing
+        if attempt is None or attempt.key != wanted:
+            raise context.refuse(Code.AHEAD, f"attempt {part.attempt} was given up")
+        return attempt
+
+    async def give_up(self) -> None:
+        """End what is under way."""
+        async with self._beginning:
+            await self._end()
+
+    async def forget(self) -> None:
+        """End what is under way; whatever is asked for next counts, were it older."""
+        async with self._beginning:
+            await self._end()
+            self._newest = _NO_ATTEMPT
+
+    def drop_past(self) -> None:
+        """Nobody gets anything of former steps here any more."""
+        self._past.clear()
+
+    async def _end(self, *, next_step: int = -1) -> None:
+        """End the attempt under way. One that is finished, and before `next_step`, stays for who is still receiving."""
+        attempt = self._reducing
+        if attempt is not None:
+            self._reducing = None
+            step = attempt.prepare.step
+            self._past = {key: item for key, item in self._past.items() if item.prepare.step > step - MAX_PAST}
+            if attempt.is_finished and attempt.has_listeners and step < next_step:
+                self._past[attempt.key] = attempt
+            else:
+                await attempt.close()
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._task = None

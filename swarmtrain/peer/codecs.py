@@ -1,0 +1,286 @@
+"""The bytes on both sides of a stage: tensors into messages and back, and messages whose fate is still open.
+
+A codec with memory must know whether its message was used. So every message that went out leaves a ticket, which is
+settled when the step ends, when the microbatch is given up, or (sticky codecs) when the partner has answered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmtrain.codec import (
+    Aux,
+    Decoder,
+    Direction,
+    Encoded,
+    Encoder,
+    Limits,
+    MessageContext,
+    Ticket,
+    decode,
+    make_encoder,
+    needs_state,
+    parse_spec,
+)
+from swarmtrain.codec.errors import CodecError, NeedKeyframe
+from swarmtrain.codec.samples import SampleStore
+from swarmtrain.codec.spec import CastSpec, CriticalSpec
+from swarmtrain.codec.watch import ResidualWatch
+from swarmtrain.model.layout import boundary_width
+from swarmtrain.model.sizes import id_type
+from swarmtrain.model.state import StageState
+from swarmtrain.peer.fidelity import CodecTimes, Fidelity
+from swarmtrain.peer.ledger import Entry, Raw
+from swarmtrain.run.manifest import Manifest
+
+
+class BadTensor(ValueError):
+    """Received bytes that are not the tensor they should be."""
+
+
+class WrongPartner(Exception):
+    """A difference to a state that is not held here: the sender has to send the tensor whole."""
+
+
+class StageCodecs:
+    """The codecs of one stage. Every method runs on the compute thread, unless it says otherwise."""
+
+    def __init__(self, manifest: Manifest, state: StageState, make_store: Callable[[], SampleStore]) -> None:
+        """`make_store` makes a store for each side on which AQ-SGD remembers samples."""
+        self._manifest, self._state, self._make_store = manifest, state, make_store
+        self._plan = state.plan
+        self._id_type = np.dtype(id_type(manifest.model.vocab_size))
+        self._token_shape = (manifest.batch.sequences_per_microbatch, manifest.model.sequence_length + 1)
+        width = boundary_width(manifest)
+        shape = (manifest.batch.sequences_per_microbatch, manifest.model.sequence_length, width)
+        self._limits = Limits(max_elements=shape[0] * shape[1] * shape[2], expected_shape=shape)
+        self.boundary_bytes = 4 * shape[0] * shape[1] * shape[2]  # of one boundary tensor as fp32 numbers
+        self._forward_encoder = self._encoder(Direction.FORWARD, self._plan.index)
+        self._backward_encoder = self._encoder(Direction.BACKWARD, self._plan.index - 1)
+        self._critical_bytes = self._sizes_if_critical(shape)
+        self._forward_decoder, self._backward_decoder = Decoder(store=make_store()), Decoder(store=make_store())
+        self.fidelity, self.residuals, self.times = Fidelity(self._limits), ResidualWatch(), CodecTimes()
+        self._tickets: dict[tuple[Direction, int], Ticket] = {}  # of this step's messages, by microbatch
+
+    def check_tokens(self, tokens: Raw) -> None:
+        """Raise BadTensor unless these are the token ids of one microbatch. Cheap: for the event loop, too."""
+        rows, columns = self._token_shape
+        if len(tokens) != rows * columns * self._id_type.itemsize:
+            raise BadTensor(f"{len(tokens)} bytes of token ids, a microbatch has {rows} x {columns}")
+        if int(np.frombuffer(tokens, self._id_type).max()) >= self._manifest.model.vocab_size:
+            raise BadTensor("a token id beyond the vocabulary")
+
+    def tokens(self, raw: Raw) -> Tensor:
+        """Token ids as the model takes them."""
+        array = np.frombuffer(raw, self._id_type).astype(np.int64).reshape(self._token_shape)
+        return torch.from_numpy(array).to(self._state.device)  # (s, n + 1)
+
+    @property
+    def has_sticky_routes(self) -> bool:
+        """Whether activations are sent as differences to what one peer of the next stage holds."""
+        return not self._forward_encoder.scope.free_routes
+
+    @property
+    def has_sticky_answers(self) -> bool:
+        """The same for gradients on their way back."""
+        return not self._backward_encoder.scope.free_routes
+
+    @property
+    def sticky_messages(self) -> dict[str, dict[str, int]]:
+        """Key-frames and differences made by sticky codecs, by direction. (AQ-SGD makes one of each sample.)"""
+        return {"forward": dict(self._forward_encoder.made), "backward": dict(self._backward_encoder.made)}
+
+    @property
+    def compresses_if_critical(self) -> bool:
+        """Whether a gradient is compressed only where its receiver would wait."""
+        return self._critical_bytes is not None
+
+    def critical_times(self, bytes_per_s: float) -> tuple[float, float]:
+        """How long a gradient takes on such a line, exact and compressed: codecs at both ends included."""
+        assert self._critical_bytes is not None
+        exact, compressed = self._critical_bytes
+        return exact / bytes_per_s + self.times.seconds(False), compressed / bytes_per_s + self.times.seconds(True)
+
+    def encode_output(self, entry: Entry, step: int, output: Tensor, partner: str) -> Encoded:
+        """What goes to the next stage."""
+        context = self._context(Direction.FORWARD, step, entry.microbatch, receiver=partner, tokens=entry.tokens)
+        encoded = self._encode(self._forward_encoder, entry, output, context)
+        self.fidelity.look(output, encoded, context)
+        return encoded
+
+    def encode_gradient(self, entry: Entry, step: int, gradient: Tensor, boundary: Tensor, mask: Aux | None) -> Encoded:
+        """What goes back to the caller; `boundary` is what it sent, `mask` what that had left out."""
+        context = self._context(Direction.BACKWARD, step, entry.microbatch, receiver=entry.caller)
+        context = replace(context, critical=entry.is_critical)
+        started = time.perf_counter()
+        encoded = self._encode(self._backward_encoder, entry, gradient, context, mask)
+        encode_s = time.perf_counter() - started
+        self.fidelity.look(gradient, encoded, context, mask)
+        if self.compresses_if_critical:
+            self.times.add(entry.is_critical, encode_s, partial(self._decode, encoded.payload, context, mask))
+        if entry.is_critical:
+            self.residuals.look(boundary.detach(), self._backward_encoder.residual)
+        return encoded
+
+    def encode_untraced(self, output: Tensor, step: int, microbatch: int, tokens: Raw) -> bytes:
+        """For validation, which leaves no trace in codecs: a new encoder each time."""
+        encoder = self._encoder(Direction.FORWARD, self._plan.index)
+        return encoder.encode(output, self._context(Direction.FORWARD, step, microbatch, tokens=tokens)).payload
+
+    def decode_boundary(self, raw: Raw, step: int, microbatch: int) -> tuple[Tensor | None, Aux | None]:
+        """What the stage before sent, and what it left out. Raises BadTensor."""
+        if self._plan.is_first:
+            return None, None
+        return self._decode(raw, self._context(Direction.FORWARD, step, microbatch), None)
+
+    def decode_gradient(self, raw: Raw, step: int, microbatch: int, mask: Aux | None) -> Tensor:
+        """What the next stage answered. Raises BadTensor."""
+        return self._decode(raw, self._context(Direction.BACKWARD, step, microbatch), mask)[0]
+
+    def take_boundary(self, entry: Entry, step: int, sender: str) -> None:
+        """Make a received difference whole, in the order in which they come. Raises WrongPartner."""
+        if not self._plan.is_first and self.is_sticky(entry.boundary):
+            context = self._context(Direction.FORWARD, step, entry.microbatch, sender=sender, tokens=entry.tokens)
+            entry.boundary = self._made_whole(self._forward_decoder, entry.boundary, context)
+
+    def take_gradient(self, entry: Entry, step: int, gradient: Raw, sender: str) -> Raw:
+        """The gradient of an answer, made whole if it is a difference. Raises WrongPartner."""
+        if not self.is_sticky(gradient):
+            return gradient
+        context = self._context(Direction.BACKWARD, step, entry.microbatch, sender=sender)
+        return self._made_whole(self._backward_decoder, gradient, context)
+
+    def is_sticky(self, raw: Raw) -> bool:
+        """Whether a message is a difference to something. Raises BadTensor."""
+        try:
+            return needs_state(raw, limits=self._limits)
+        except CodecError as error:
+            raise BadTensor(str(error)) from error
+
+    def whole(self, tensor: Tensor) -> bytes:
+        """A payload that anybody decodes to exactly this tensor: for the ledger, and for other partners."""
+        encoder = make_encoder(CastSpec("fp32"), boundary=0, direction=Direction.FORWARD)
+        return encoder.encode(tensor, MessageContext(0, Direction.FORWARD)).payload
+
+    def settle(self, direction: Direction, ticket: Ticket, *, delivered: bool) -> None:
+        """Whether the partner has taken a difference: if not, the next one goes whole."""
+        encoder = self._forward_encoder if direction is Direction.FORWARD else self._backward_encoder
+        if delivered:
+            encoder.commit(ticket)
+        else:
+            encoder.abort(ticket)
+
+    def give_up(self, microbatch: int) -> None:
+        """What was sent for this microbatch was in vain."""
+        for direction in Direction:
+            self._abort(direction, microbatch)
+
+    def settle_step(self, counted: Collection[int]) -> None:
+        """The step is over: the messages of `counted` were used, all others were in vain."""
+        for (direction, microbatch), ticket in self._tickets.items():
+            self.settle(direction, ticket, delivered=microbatch in counted)
+        self._tickets.clear()
+
+    def enter_step(self, step: int) -> None:
+        """A step was applied."""
+        for encoder in (self._forward_encoder, self._backward_encoder):
+            encoder.on_step(step)
+
+    def forget(self, reason: str) -> None:
+        """Residuals, estimates, samples: all that codecs remember of former messages."""
+        for encoder in (self._forward_encoder, self._backward_encoder):
+            encoder.reset(reason)
+        for decoder in (self._forward_decoder, self._backward_decoder):
+            decoder.reset(reason)
+
+    def _encode(
+        self, encoder: Encoder, entry: Entry, tensor: Tensor, context: MessageContext, aux: Aux | None = None
+    ) -> Encoded:
+        """Encode, and remember the ticket until the message's fate is known: the step's end, or that it was given up.
+
+        A microbatch that comes a second time is encoded with the residual as it was without the first message. Sticky
+        codecs' tickets are settled when the partner has answered.
+        """
+        self._abort(context.direction, entry.microbatch)
+        encoded = encoder.encode(tensor, context, aux)
+        if encoded.received is None:
+            self._tickets[context.direction, entry.microbatch] = encoded.ticket
+            entry.residual_bytes += 0 if encoder.residual is None else self.boundary_bytes
+        return encoded
+
+    def _abort(self, direction: Direction, microbatch: int) -> None:
+        ticket = self._tickets.pop((direction, microbatch), None)
+        if ticket is not None:
+            self.settle(direction, ticket, delivered=False)
+
+    def _decode(self, raw: Raw, context: MessageContext, aux: Aux | None) -> tuple[Tensor, Aux | None]:
+        try:
+            decoded = decode(raw, context, aux, limits=self._limits)
+        except CodecError as error:
+            raise BadTensor(str(error)) from error
+        if not bool(torch.isfinite(decoded.tensor).all()):
+            raise BadTensor("a tensor with numbers that are not finite")
+        return decoded.tensor.to(self._state.device, self._state.dtype), decoded.aux
+
+    def _made_whole(self, decoder: Decoder, raw: Raw, context: MessageContext) -> bytes:
+        try:
+            decoded = decoder.decode(raw, context, limits=self._limits)
+        except NeedKeyframe as error:
+            raise WrongPartner(str(error)) from error
+        except CodecError as error:
+            raise BadTensor(str(error)) from error
+        return self.whole(decoded.tensor)
+
+    def _encoder(self, direction: Direction, boundary: int) -> Encoder:
+        text = self._manifest.wire.forward if direction is Direction.FORWARD else self._manifest.wire.backward
+        store = self._make_store()
+        return make_encoder(parse_spec(text), boundary=max(0, boundary), direction=direction, store=store)
+
+    def _sizes_if_critical(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        spec = parse_spec(self._manifest.wire.backward)
+        if not isinstance(spec, CriticalSpec):
+            return None
+        encoders = [
+            make_encoder(item, boundary=0, direction=Direction.BACKWARD) for item in (CastSpec("fp32"), spec.inner)
+        ]
+        exact, compressed = [encoder.max_bytes(shape) for encoder in encoders]
+        return exact, compressed
+
+    def _context(
+        self,
+        direction: Direction,
+        step: int,
+        microbatch: int,
+        *,
+        sender: str = "",
+        receiver: str = "",
+        tokens: Raw = b"",
+    ) -> MessageContext:
+        boundary = self._plan.index if direction is Direction.FORWARD else self._plan.index - 1
+        return MessageContext(
+            max(0, boundary),
+            direction,
+            step=step,
+            microbatch=microbatch,
+            sender=sender,
+            receiver=receiver,
+            samples=self._samples(tokens) if tokens else (),
+        )
+
+    def _samples(self, tokens: Raw) -> tuple[int, ...]:
+        """Names of the training samples of a microbatch: both ends know their tokens. Equal ones are counted."""
+        row_bytes = self._token_shape[1] * self._id_type.itemsize
+        rows = [bytes(tokens[start : start + row_bytes]) for start in range(0, len(tokens), row_bytes)]
+        names = []
+        for number, row in enumerate(rows):
+            again = rows[:number].count(row).to_bytes(4, "little")
+            names.append(int.from_bytes(hashlib.blake2b(row + again, digest_size=8).digest(), "little"))
+        return tuple(names)

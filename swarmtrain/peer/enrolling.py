@@ -1,0 +1,161 @@
+"""A peer's life with its coordinator: it shows signs of life, and does what each answer says."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+from swarmtrain import __version__
+from swarmtrain.net.errors import CallRefused, NetError
+from swarmtrain.net.exchange import Exchange
+from swarmtrain.net.waiting import wait_event
+from swarmtrain.observe.word import understood
+from swarmtrain.peer.compute import Kind
+from swarmtrain.peer.context import PeerState
+from swarmtrain.peer.coordinator_link import CoordinatorLink
+from swarmtrain.peer.observing import PeerObserver
+from swarmtrain.peer.options import PeerOptions
+from swarmtrain.peer.seat import Seat
+from swarmtrain.peer.steps import Steps
+from swarmtrain.peer.syncing import Syncing
+from swarmtrain.wire.messages import Acknowledged, Code, Enroll, Enrolled, Leave, Resync, Verdict
+
+log = logging.getLogger(__name__)
+
+ENROLL_S = 2.0
+
+SayPhase = Callable[[str, str], None]
+
+
+class Enrolling:
+    """Sends `Enroll` and obeys the verdicts; answers `Leave` and `Resync`."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        options: PeerOptions,
+        link: CoordinatorLink,
+        steps: Steps,
+        syncing: Syncing,
+        observer: PeerObserver,
+        *,
+        leave: Callable[[str], None],
+        say_phase: SayPhase,
+    ) -> None:
+        self._seat, self._options, self._link, self._context = seat, options, link, seat.context
+        self._steps, self._syncing, self._observer = steps, syncing, observer
+        self._leave, self._say_phase = leave, say_phase
+        self.metrics_at = ""  # HOST:PORT, told to the coordinator
+
+    async def run(self) -> None:
+        """Tell the coordinator that this peer is there, again and again; find it again when it has moved."""
+        link, seat, context = self._link, self._seat, self._context
+        while True:
+            pause_s = ENROLL_S
+            try:
+                if link.peer_id is None or link.wants_look:
+                    link.wants_look = False
+                    await link.look()
+                if link.peer_id is not None:
+                    await self._show_life(link.peer_id)
+            except NetError as error:
+                log.info("the coordinator does not answer: %s", error)
+                if isinstance(error, CallRefused) and error.code == Code.NOT_SERVING:
+                    pause_s = min(ENROLL_S, max(0.1, error.retry_after_s))  # it is still starting
+                seat.unheard()
+                if await link.look() and link.peer_id is not None:
+                    context.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
+                if link.is_over:
+                    self._leave("the run is complete")
+            seat.enroll_now.clear()
+            is_syncing = context.state is PeerState.SYNCING
+            await wait_event(seat.enroll_now, min(pause_s, ENROLL_S / 4) if is_syncing else pause_s)
+
+    async def told_to_leave(self, message: Leave, exchange: Exchange) -> Acknowledged:
+        """Answer `Leave`."""
+        await self._context.check_coordinator(exchange.peer_id, message.run, message.term)
+        self._leave(message.reason)
+        return Acknowledged("")
+
+    async def told_to_sync(self, message: Resync, exchange: Exchange) -> Acknowledged:
+        """Answered when no more work is taken: the coordinator begins the next step after that."""
+        await self._context.check_coordinator(exchange.peer_id, message.run, message.term)
+        await self._stop_serving(message.reason)
+        return Acknowledged("")
+
+    async def say_goodbye(self) -> None:
+        """End what is under way, and tell the coordinator that this peer is gone."""
+        await self._syncing.close()
+        await self._steps.close()
+        self._context.become(PeerState.GONE)
+        if self._link.peer_id is not None:
+            with contextlib.suppress(NetError):
+                await self._context.node.call(self._link.peer_id, self._sign_of_life(), deadline_s=2.0)
+
+    async def _show_life(self, coordinator: str) -> None:
+        seat, context, sign = self._seat, self._context, self._sign_of_life()
+        answer = await context.node.call(coordinator, sign, deadline_s=10.0, expect=Enrolled)
+        seat.deserted.clear()
+        await context.enter_term(answer.term)
+        context.word = understood(answer.reason)
+        now = self._sign_of_life()
+        if (sign.state, sign.step, sign.incarnation) != (now.state, now.step, now.incarnation):
+            seat.enroll_now.set()  # the answer is about a past state: ask again
+        else:
+            await self._obey(answer)
+
+    async def _obey(self, answer: Enrolled) -> None:
+        """joining or syncing -> serving when the coordinator says so; anything -> syncing when the state is wanting."""
+        seat, context = self._seat, self._context
+        if answer.term < context.term:
+            return
+        self._steps.drop_taken_back(answer.term, answer.step)
+        self._syncing.check_stuck(answer.step)
+        if answer.verdict is Verdict.LEAVE:
+            self._leave(answer.reason)
+        elif answer.verdict is Verdict.SERVE and context.state in (PeerState.JOINING, PeerState.SYNCING):
+            if self._steps.hearing.is_going_on:
+                return  # of the step under way: until it has that, it listens, or it would miss the next one
+            if not await self._syncing.stop():
+                return  # asked again when the state is loaded
+            if context.state not in (PeerState.JOINING, PeerState.SYNCING):
+                return  # it was told to leave meanwhile
+            seat.serves()
+            self._say_phase("serving", f"stage {context.stage} from step {context.step}")
+        elif answer.verdict in (Verdict.WAIT, Verdict.SYNC):
+            await self._stop_serving(answer.reason)
+        if answer.verdict is Verdict.SYNC and context.state is PeerState.SYNCING:
+            task = await self._syncing.order(answer)
+            if task is not None:
+                task.add_done_callback(lambda _: seat.enroll_now.set())
+
+    async def _stop_serving(self, reason: str) -> None:
+        """Fetch the stage's state, if this peer is not at it already."""
+        if self._context.state not in (PeerState.JOINING, PeerState.SERVING):
+            return
+        self._say_phase("syncing", reason)
+        self._seat.syncs()
+        await self._syncing.begin()
+        self._seat.enroll_now.set()
+
+    def _sign_of_life(self) -> Enroll:
+        context, options = self._context, self._options
+        times, applied = context.compute.times, self._steps.last_applied
+        return Enroll(
+            run=context.run_id,
+            stage=context.stage,
+            state=context.state.value,
+            incarnation=context.incarnation,
+            step=context.step,
+            state_digest=applied.state_digest if applied is not None else "",
+            forward_ms=1000 * times.typical_s(Kind.FORWARD),
+            backward_ms=1000 * times.typical_s(Kind.BACKWARD),
+            queue_ms=1000 * context.compute.backlog_s(),
+            up_bytes_per_s=options.max_up_bytes_per_s,
+            name=options.name[:64],
+            version=__version__,
+            metrics=self.metrics_at,
+            spent=self._observer.spent(),
+            seat=self._seat.version,
+        )

@@ -1,0 +1,119 @@
+"""What a peer makes of the next stage's answers: checked as messages, and a late one is nobody's fault but its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from swarmtrain.chain.dispatch import Dispatcher
+from swarmtrain.net.errors import Refusal
+from swarmtrain.peer.compute import ComputeThread, Kind
+from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.peer.ledger import Entry
+from swarmtrain.peer.microbatch import Microbatches
+from swarmtrain.route.router import Router
+from swarmtrain.route.views import PeerView
+from swarmtrain.run.manifest import Manifest, parse_manifest
+from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
+
+from .test_room import Caller
+from .test_stage_jobs import jobs_of, manifest, tokens
+
+__all__ = ["manifest"]  # a fixture
+
+
+class Below:
+    """The next stage: one peer, which answers at once, unless `before` has something to do first."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._jobs = jobs_of(manifest, 1)
+        self.before: Callable[[], Awaitable[None]] | None = None
+
+    async def call(self, peer_id: str, work: Work, deadline_s: float, progress: object, *, expect: object) -> Done:
+        entry = Entry(work.microbatch, work.tokens, work.boundary, generation=self._jobs.generation)
+        outcome = self._jobs.forward(entry, work.step)
+        if self.before is not None:
+            await self.before()
+        return Done(outcome.loss, (Hop(1, peer_id, "life"),), 0.0, 0.0, 0.0, outcome.payload)
+
+
+class First:
+    """A peer of stage 0 with one peer below it, without a network."""
+
+    def __init__(self, manifest: Manifest, compute: ComputeThread) -> None:
+        self.below = Below(manifest)
+        loop = asyncio.get_running_loop()
+        self.router = Router(clock=loop.time, rng=cast(Any, SimpleNamespace(random=lambda: 1.0)))
+        self.router.update_peers([PeerView("below", 1)])
+        neighbours = SimpleNamespace(router=self.router, observe_link=lambda peer_id: None)
+        node = cast(Any, SimpleNamespace(peer_id="p", call=self.below.call))
+        authority = cast(Any, SimpleNamespace(is_coordinator=self._is_coordinator))
+        dispatcher = Dispatcher(node, cast(Any, neighbours))
+        self.context = PeerContext(
+            "run", manifest, 0, "life", node, compute, jobs_of(manifest, 0), authority, dispatcher, 100, 1 << 40
+        )
+        self.context.state = PeerState.SERVING
+        self._manifest, self._microbatches = manifest, Microbatches(self.context)
+
+    async def _is_coordinator(self, peer_id: str) -> bool:
+        return True
+
+    async def work(self) -> Done:
+        request = Work("run", 0, 0, 0, 0, 0, False, (), tokens(self._manifest, 0), b"")
+        return await self._microbatches.work(request, cast(Any, Caller()))
+
+    async def replay(self) -> Done:
+        return await self._microbatches.replay(Replay("run", 0, 0, 0, ()), cast(Any, Caller()))
+
+    async def drop_step(self) -> None:
+        """As when the step was done without this peer."""
+        await self.context.compute.run(Kind.STEP, -1, self.context.jobs.drop_work)
+
+
+def with_first(manifest: Manifest, main: Callable[[First], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        compute = ComputeThread()
+        try:
+            async with asyncio.timeout(60):
+                await main(First(manifest, compute))
+        finally:
+            await compute.stop()
+
+    asyncio.run(bounded())
+
+
+def masked(manifest: Manifest) -> Manifest:
+    """Its gradients cannot be decoded without what was kept of the forward."""
+    return parse_manifest(manifest.canonical(), ["wire.forward=topk10", "wire.backward=topk10"])
+
+
+def test_checking_an_answer_says_nothing_about_how_long_step_work_takes(manifest: Manifest) -> None:
+    async def main(first: First) -> None:
+        await first.work()
+        await first.replay()
+        times = first.context.compute.times
+        assert times.count[Kind.STEP] == 0
+        assert times.count[Kind.MESSAGE] == 2
+
+    with_first(manifest, main)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_answer_that_comes_when_the_step_is_over_is_not_held_against_its_sender(
+    manifest: Manifest, again: bool
+) -> None:
+    async def main(first: First) -> None:
+        if again:
+            await first.work()
+        first.below.before = first.drop_step
+        with pytest.raises(Refusal) as caught:
+            await (first.replay() if again else first.work())
+        assert caught.value.code == Code.AHEAD
+        assert not first.router.is_banned("below")
+        assert not first.context.jobs.worker.sum.total.any()
+
+    with_first(masked(manifest), main)
