@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -29,13 +30,14 @@ from swarmtrain.codec import (
     MessageContext,
     Ticket,
     decode,
+    inline_aux,
     make_encoder,
     needs_state,
     parse_spec,
 )
 from swarmtrain.codec.errors import CodecError, NeedKeyframe
 from swarmtrain.codec.samples import SampleStore
-from swarmtrain.codec.spec import CastSpec, CriticalSpec
+from swarmtrain.codec.spec import CastSpec, CriticalSpec, TopKSpec
 from swarmtrain.codec.watch import ResidualWatch
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.buffers import as_bytes
@@ -167,6 +169,16 @@ class StageJobs:
             return gradient
         context = self._context(Direction.BACKWARD, step, entry.microbatch, sender=sender)
         return self._made_whole(self._backward_decoder, gradient, context)
+
+    def with_mask(self, entry: Entry, step: int, gradient: Raw) -> Raw:
+        """The same gradient for a caller that has sent other bytes than those it belongs to: it has another mask."""
+        _, mask = self._decode_boundary(entry.boundary, step, entry.microbatch)
+        if mask is None:
+            return gradient
+        context = self._context(Direction.BACKWARD, step, entry.microbatch)
+        within, _ = self._decode(gradient, context, mask)
+        encoder = make_encoder(TopKSpec(Fraction(100), values="fp32"), boundary=0, direction=Direction.BACKWARD)
+        return inline_aux(encoder.encode(within, context, mask).payload, mask)
 
     def settle(self, direction: Direction, ticket: Ticket, *, delivered: bool) -> None:
         """Whether the partner has taken a difference: if not, the next one goes whole."""

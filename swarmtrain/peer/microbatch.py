@@ -59,7 +59,7 @@ class Microbatches:
         if entry is not None and entry.answer is not None:
             context.counters.from_ledger += 1
             await self._give_up_sticky(entry, exchange.peer_id)
-            return entry.answer
+            return await self._for_caller(entry, work, entry.answer)
         if entry is None:
             self._check_room()
             entry = context.ledger.open(work.microbatch, bytes(work.tokens), bytes(work.boundary))
@@ -80,7 +80,21 @@ class Microbatches:
             listeners.discard(exchange)
         if entry.sticky is not None and entry.caller == exchange.peer_id:
             return replace(answer, gradient=entry.sticky.payload)
-        return answer
+        return await self._for_caller(entry, work, answer)
+
+    async def _for_caller(self, entry: Entry, work: Work, answer: Done) -> Done:
+        """The answer, as this caller can decode it.
+
+        A codec that remembers makes other bytes of a microbatch whose first sender has died, a machine that rounds
+        differently may, and so their masks differ.
+        """
+        jobs = self._context.jobs
+        if entry.boundary == work.boundary or jobs.has_sticky_routes:
+            return answer
+        timed = await self._context.compute.run(
+            Kind.STEP, -1, lambda: jobs.with_mask(entry, work.step, answer.gradient)
+        )
+        return replace(answer, gradient=timed.value)
 
     async def _give_up_sticky(self, entry: Entry, caller: str) -> None:
         """The caller asks again: it could not decode the difference, or never got it. The next one goes whole."""
