@@ -188,12 +188,12 @@ class Microbatches:
         context = self._context
         if not context.jobs.compresses_if_critical:
             return True
-        critical, rate = False, context.node.estimate(entry.caller).up_bytes_per_s
+        critical, rate = None, context.node.estimate(entry.caller).up_bytes_per_s
         if rate:
             other_work_s = max(0.0, entry.caller_busy_until - asyncio.get_running_loop().time())
             critical = is_critical(SendEstimate(other_work_s, *context.jobs.critical_times(rate)))
         context.counters.critical[critical] += 1
-        return critical
+        return critical is True
 
     async def _gradient_from_below(
         self, entry: Entry, work: Work, outcome: Outcome, partner: str, deadline_s: float
