@@ -37,7 +37,7 @@ from swarmtrain.codec import (
 )
 from swarmtrain.codec.errors import CodecError, NeedKeyframe
 from swarmtrain.codec.samples import SampleStore
-from swarmtrain.codec.spec import CastSpec, CriticalSpec, TopKSpec
+from swarmtrain.codec.spec import CastSpec, CriticalSpec, TopKSpec, sends_mask
 from swarmtrain.codec.watch import ResidualWatch
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.buffers import as_bytes
@@ -139,6 +139,11 @@ class StageJobs:
     def has_sticky_answers(self) -> bool:
         """The same for gradients on their way back."""
         return not self._backward_encoder.scope.free_routes
+
+    @property
+    def sends_masks(self) -> bool:
+        """Whether activations come with a mask that their gradients belong to."""
+        return sends_mask(self._forward_encoder.spec)
 
     @property
     def sticky_messages(self) -> dict[str, dict[str, int]]:

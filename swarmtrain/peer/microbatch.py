@@ -89,7 +89,7 @@ class Microbatches:
         differently may, and so their masks differ.
         """
         jobs = self._context.jobs
-        if entry.boundary == work.boundary or jobs.has_sticky_routes:
+        if not jobs.sends_masks or entry.boundary == work.boundary:
             return answer
         timed = await self._context.compute.run(
             Kind.STEP, -1, lambda: jobs.with_mask(entry, work.step, answer.gradient)
