@@ -96,8 +96,9 @@ def decode(
     """The tensor of `payload`: a pure function of the bytes and, for a backward message, of the forward mask `aux`.
 
     With `aux`, a backward tensor is zero outside the mask, whatever its codec: what was not sent forward has no
-    gradient. Raises CorruptPayload, UnknownCodec, NeedAux; and NeedKeyframe for what only a `Decoder` can decode (the
-    key-frames of sticky codecs need none).
+    gradient. (Only a message of `inline_aux` knows better: it belongs to what another peer sent forward.) Raises
+    CorruptPayload, UnknownCodec, NeedAux; and NeedKeyframe for what only a `Decoder` can decode (the key-frames of
+    sticky codecs need none).
     """
     header, body = unseal(payload, limits)
     if header.codec in _STICKY:
@@ -148,7 +149,8 @@ class Decoder:
 def _decode_free(header: Header, body: memoryview, context: MessageContext, aux: Aux | None) -> Decoded:
     if header.codec == topk.CODEC_ID:
         tensor, offered = topk.decode_topk(header, body, aux)
-        return Decoded(_masked(tensor, context, aux), offered, header.dtype)
+        own = None if header.flags & topk.INLINE_MASK else aux
+        return Decoded(_masked(tensor, context, own), offered, header.dtype)
     decoder = _PLAIN_DECODERS.get(header.codec)
     if decoder is None:
         raise UnknownCodec(f"a payload was encoded by codec {header.codec}, which this build does not know")

@@ -32,6 +32,7 @@ CODEC_ID = 4
 _PARAMETERS = struct.Struct("<BBbI")  # value format, coding of the positions, exponent, kept per row
 _BITMASK, _INDICES, _REFERENCE = range(3)
 _OFFERS_MASK = 1  # flag: the mask is meant for the backward message
+INLINE_MASK = 2  # flag: of a backward message, the mask within it is that of the activation it belongs to
 
 
 class TopKEncoder(Encoder):
@@ -92,7 +93,10 @@ def decode_topk(header: Header, body: memoryview, aux: Aux | None) -> tuple[torc
 
 
 def inline_aux(payload: Buffer, aux: Aux) -> bytes:
-    """The same backward message with its mask inside: what to send after a NeedAux. Values are not encoded again."""
+    """The same backward message with its mask inside: for a receiver whose mask is another one, or that has none.
+
+    Values are not encoded again.
+    """
     header, body = unseal(payload, DEFAULT_LIMITS)
     if header.codec != CODEC_ID:
         raise CodecError("only topk messages refer to a mask")
@@ -102,7 +106,9 @@ def inline_aux(payload: Buffer, aux: Aux) -> bytes:
     coding, positions = plan.code_positions(mask_array(aux, header.shape))
     content = numpy.concatenate((positions, numpy.frombuffer(body[DIGEST_BYTES:], dtype=numpy.uint8)))
     parameters = _PARAMETERS.pack(VALUE_FORMATS.index(plan.values), coding, exponent, plan.kept)
-    return seal(Header(CODEC_ID, header.dtype, header.shape, content.size, header.flags, parameters), content)
+    return seal(
+        Header(CODEC_ID, header.dtype, header.shape, content.size, header.flags | INLINE_MASK, parameters), content
+    )
 
 
 @dataclass(frozen=True, slots=True)

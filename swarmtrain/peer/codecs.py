@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -26,13 +27,14 @@ from swarmtrain.codec import (
     MessageContext,
     Ticket,
     decode,
+    inline_aux,
     make_encoder,
     needs_state,
     parse_spec,
 )
 from swarmtrain.codec.errors import CodecError, NeedKeyframe
 from swarmtrain.codec.samples import SampleStore
-from swarmtrain.codec.spec import CastSpec, CriticalSpec
+from swarmtrain.codec.spec import CastSpec, CriticalSpec, TopKSpec, sends_mask
 from swarmtrain.codec.watch import ResidualWatch
 from swarmtrain.model.layout import boundary_width
 from swarmtrain.model.sizes import id_type
@@ -92,6 +94,11 @@ class StageCodecs:
     def has_sticky_answers(self) -> bool:
         """The same for gradients on their way back."""
         return not self._backward_encoder.scope.free_routes
+
+    @property
+    def sends_masks(self) -> bool:
+        """Whether activations come with a mask that their gradients belong to."""
+        return sends_mask(self._forward_encoder.spec)
 
     @property
     def sticky_messages(self) -> dict[str, dict[str, int]]:
@@ -157,6 +164,16 @@ class StageCodecs:
             return gradient
         context = self._context(Direction.BACKWARD, step, entry.microbatch, sender=sender)
         return self._made_whole(self._backward_decoder, gradient, context)
+
+    def with_mask(self, entry: Entry, step: int, gradient: Raw) -> Raw:
+        """The same gradient for a caller that has sent other bytes than those it belongs to: it has another mask."""
+        _, mask = self.decode_boundary(entry.boundary, step, entry.microbatch)
+        if mask is None:
+            return gradient
+        context = self._context(Direction.BACKWARD, step, entry.microbatch)
+        within, _ = self._decode(gradient, context, mask)
+        encoder = make_encoder(TopKSpec(Fraction(100), values="fp32"), boundary=0, direction=Direction.BACKWARD)
+        return inline_aux(encoder.encode(within, context, mask).payload, mask)
 
     def is_sticky(self, raw: Raw) -> bool:
         """Whether a message is a difference to something. Raises BadTensor."""

@@ -68,7 +68,7 @@ class Counters:
     replayed: int = 0
     evaluated: int = 0
     times: MicrobatchTimes = field(default_factory=MicrobatchTimes)
-    critical: Counter[bool] = field(default_factory=Counter)  # gradients that a caller would, or would not, wait for
+    critical: Counter[bool | None] = field(default_factory=Counter)  # gradients: waited for, not, or nobody knows
 
 
 @dataclass

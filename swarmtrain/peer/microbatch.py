@@ -60,7 +60,7 @@ class Microbatches:
         if entry is not None and entry.answer is not None:
             context.counters.from_ledger += 1
             await self._give_up_sticky(entry, exchange.peer_id)
-            return entry.answer
+            return await self._for_caller(entry, work, entry.answer)
         if entry is None:
             self._check_room()
             entry = context.ledger.open(work.microbatch, bytes(work.tokens), bytes(work.boundary))
@@ -81,7 +81,21 @@ class Microbatches:
             listeners.discard(exchange)
         if entry.sticky is not None and entry.caller == exchange.peer_id:
             return replace(answer, gradient=entry.sticky.payload)
-        return answer
+        return await self._for_caller(entry, work, answer)
+
+    async def _for_caller(self, entry: Entry, work: Work, answer: Done) -> Done:
+        """The answer, as this caller can decode it.
+
+        A codec that remembers makes other bytes of a microbatch whose first sender has died, a machine that rounds
+        differently may, and so their masks differ.
+        """
+        codecs = self._context.jobs.codecs
+        if not codecs.sends_masks or entry.boundary == work.boundary:
+            return answer
+        timed = await self._context.compute.run(
+            Kind.MESSAGE, -1, lambda: codecs.with_mask(entry, work.step, answer.gradient)
+        )
+        return replace(answer, gradient=timed.value)
 
     async def _give_up_sticky(self, entry: Entry, caller: str) -> None:
         """The caller asks again: it could not decode the difference, or never got it. The next one goes whole."""
@@ -177,12 +191,12 @@ class Microbatches:
         context = self._context
         if not context.jobs.codecs.compresses_if_critical:
             return True
-        critical, rate = False, context.node.estimate(entry.caller).up_bytes_per_s
+        critical, rate = None, context.node.estimate(entry.caller).up_bytes_per_s
         if rate:
             other_work_s = max(0.0, entry.caller_busy_until - asyncio.get_running_loop().time())
             critical = is_critical(SendEstimate(other_work_s, *context.jobs.codecs.critical_times(rate)))
         context.counters.critical[critical] += 1
-        return critical
+        return critical is True
 
     async def _gradient_from_below(
         self, entry: Entry, work: Work, outcome: Outcome, partner: str, deadline_s: float

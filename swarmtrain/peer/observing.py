@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from typing import Any
 
 import psutil
@@ -114,7 +115,7 @@ class PeerObserver:
             "evaluated": context.counters.evaluated,
             "replayed": context.counters.replayed,
             "refused": context.counters.refused,
-            "gradients": {"waited_for": context.counters.critical[True], "hidden": context.counters.critical[False]},
+            "gradients": _by_wait(context.counters.critical),
             "forwards": context.jobs.num_forwards,
             "recomputed": context.jobs.num_recomputed,
             "rerouted": context.dispatcher.counters.rerouted if context.dispatcher else {},
@@ -197,6 +198,11 @@ class PeerObserver:
 
 def _gpu_bytes(device: torch.device | str) -> int:
     return torch.cuda.memory_allocated(device) if str(device).startswith("cuda") else 0
+
+
+def _by_wait(critical: Counter[bool | None]) -> dict[str, int]:
+    """Gradients that were compressed, and those that went exactly: behind other work, or on a line of unknown rate."""
+    return {"waited_for": critical[True], "hidden": critical[False], "unmeasured": critical[None]}
 
 
 def _num_serving(context: PeerContext) -> int:

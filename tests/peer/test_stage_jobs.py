@@ -254,6 +254,27 @@ def test_a_gradient_that_was_checked_is_not_decoded_again(manifest: Manifest, mo
         checking.check_gradient(entry, 0, gradient[:-1])
 
 
+@pytest.mark.parametrize("backward", ["topk25", "topk25:critical", "quant8"])
+def test_an_answer_to_other_bytes_can_be_decoded_by_who_takes_over(manifest: Manifest, backward: str) -> None:
+    """A codec that remembers: the heir of a dead peer makes another mask of the same microbatch."""
+    run = parse_manifest(manifest.canonical(), ["wire.forward=ef-topk25", f"wire.backward={backward}"])
+    dead, heir, last = jobs_of(run, 0), jobs_of(run, 0), jobs_of(run, 1)
+    run_chain(dead, last, run, [0])
+    theirs, ours = Entry(1, tokens(run, 1), b""), Entry(1, tokens(run, 1), b"")
+    received = Entry(1, theirs.tokens, dead.forward(theirs, 0).payload)
+    assert heir.forward(ours, 0).payload != received.boundary
+    gradient = last.forward(received, 0).payload
+    if backward != "quant8":  # it names the mask it belongs to
+        with pytest.raises(BadTensor):
+            heir.check_gradient(ours, 0, gradient)
+    complete = last.codecs.with_mask(received, 0, gradient)
+    heir.check_gradient(ours, 0, complete)
+    heir.backward(ours, 0, complete)
+    dead.worker.sum.clear()
+    dead.backward(theirs, 0, gradient)
+    assert torch.equal(heir.worker.sum.total, dead.worker.sum.total)
+
+
 def test_a_codec_that_takes_longer_than_it_saves_is_not_used(manifest: Manifest) -> None:
     run = parse_manifest(manifest.canonical(), ["wire.backward=quant4:critical"])
     first, last = jobs_of(run, 0), jobs_of(run, 1)

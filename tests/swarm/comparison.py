@@ -80,8 +80,8 @@ def assert_books_balance(swarm: Swarm) -> None:
     assert found.passed, found.faults
 
 
-def end_and_compare(swarm: Swarm, references: References) -> None:
-    """End the run at its next checkpoint: until there it has the reference's bits, and the books balance."""
+def end_at_checkpoint(swarm: Swarm, references: References) -> tuple[Checkpoint, ReferenceRun]:
+    """End the run at its next checkpoint; that, and the reference until there."""
     under_way = max(swarm.reported(), default=0) + 1
 
     def is_written() -> bool:
@@ -90,7 +90,12 @@ def end_and_compare(swarm: Swarm, references: References) -> None:
     swarm.wait_until(is_written, f"a checkpoint after step {under_way}")
     assert swarm.coordinator.end() == 0
     checkpoint = swarm.checkpoint()
-    reference = references.until(swarm.manifest, checkpoint.step)
+    return checkpoint, references.until(swarm.manifest, checkpoint.step)
+
+
+def end_and_compare(swarm: Swarm, references: References) -> None:
+    """End the run at its next checkpoint: until there it has the reference's bits, and the books balance."""
+    checkpoint, reference = end_at_checkpoint(swarm, references)
     assert_same_weights(checkpoint, reference.checkpoint)
     assert_same_losses(swarm, reference)
     assert_books_balance(swarm)

@@ -118,7 +118,7 @@ def test_one_peer_per_stage_reduces_as_the_reference_does(place: Path, reference
 
 
 @pytest.mark.parametrize(
-    "codec", ["int8", pytest.param("powersgd2", marks=pytest.mark.long), pytest.param("topk64", marks=pytest.mark.long)]
+    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.long) for codec in ("bf16", "powersgd2", "topk64"))]
 )
 def test_replicas_agree_on_compressed_gradients_and_survive_a_death(
     place: Path, reference: References, codec: str
@@ -151,19 +151,24 @@ def test_only_the_stage_that_the_step_waits_for_compresses_its_gradients(place: 
 
 
 def test_gradients_are_compressed_where_their_receiver_would_wait(place: Path) -> None:
-    """The first stage has more to do: on a wide line a gradient is there before that is done, on a narrow one not."""
+    """The first stage has more to do: on a wide line a gradient is there before that is done, on a narrow one not.
+
+    A gradient takes 1.4 s on the narrow line; what the first stage has to do takes some 0.3 s on an idle machine.
+    """
     sizes = ("model.hidden_size=64", "model.sequence_length=256", "batch.microbatches_per_step=16", "schedule.steps=12")
-    manifest = small("wire.backward=quant4:critical", "boundary.kind=dense", *sizes)
+    manifest = small("wire.backward=quant4:critical", "boundary.kind=dense", "reduce.codec=int8", *sizes)
     with closing(Swarm(manifest, place, num_peers=3)) as swarm:
         swarm.start_coordinator()
         swarm.start_peer(0, "--enable-test-faults", environment={"SWARMTRAIN_PACE": "0.02:0.02"})
-        wide, narrow = swarm.start_peer(1), swarm.start_peer(1, "--max-up", "3mbit")
+        wide, narrow = swarm.start_peer(1), swarm.start_peer(1, "--max-up", "750kbit")
         swarm.wait_step(10)
         found = [peer.status()["gradients"] for peer in (wide, narrow)]
         swarm.wait_end()
     assert_books_balance(swarm)
-    compressed = [item["waited_for"] / (item["waited_for"] + item["hidden"]) for item in found]
-    assert compressed[0] < 0.5 < 0.75 < compressed[1], found  # on a busy machine the first stage has more to do still
+    on_wide, on_narrow = found
+    assert min(on_wide["hidden"], on_narrow["waited_for"]) >= 10, found  # both were given work
+    assert on_wide["waited_for"] < on_wide["hidden"], found
+    assert on_narrow["hidden"] <= 0.05 * on_narrow["waited_for"], found  # of those whose line was measured
 
 
 def refusals(swarm: Swarm, code: str) -> int:
