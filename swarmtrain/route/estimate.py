@@ -18,6 +18,7 @@ QUEUE_MEMORY_S = 10.0
 LOAD_MEMORY_S = 20.0
 # Why a call timed out is not known, and may be over: half of the suspicion is forgotten in so long.
 STALL_HALF_LIFE_S = 15.0
+MIN_STALL_S = 1e-3  # a suspicion smaller than this is none
 
 
 def moved(old: float, new: float, weight: float) -> float:
@@ -27,7 +28,7 @@ def moved(old: float, new: float, weight: float) -> float:
 
 @dataclass(slots=True)
 class PeerEstimate:
-    """Running estimates and the state of trust. A field of 0 samples falls back to the record (`PeerView`)."""
+    """Running estimates. A field of 0 samples falls back to the record (`PeerView`)."""
 
     clock: float  # virtual time at which this peer's share of the own traffic is used up
     goodput: float = 0.0
@@ -39,15 +40,8 @@ class PeerEstimate:
     queue_seen_at: float = -math.inf
     load_s: float = 0.0
     load_seen_at: float = -math.inf
-    stall_s: float = 0.0  # from timeouts, whose cause is unknown; halves with every success, and with time
-    stalled_at: float = -math.inf
-    latency_s: float = 0.0  # bias-corrected by `latency_weight`; only the latency policy reads it
+    latency_s: float = 0.0  # bias-corrected by `latency_weight`; only the latency policy uses it
     latency_weight: float = 0.0
-    timeouts_in_a_row: int = 0
-    strikes: int = 0  # bans since the last success: doubles the back-off
-    banned_until: float = -math.inf
-    banned_record_expires_at: float = -math.inf
-    busy_until: float = -math.inf
 
     def observe_goodput(self, goodput: float) -> None:
         """Take a sample in bytes per second; falls are followed faster than rises."""
@@ -75,13 +69,13 @@ class PeerEstimate:
     def observe_queue(self, queue_s: float, now: float) -> None:
         """Take the waiting time that the last piece of work met."""
         if 0.0 <= queue_s < math.inf:
-            self.queue_s = min(queue_s, MAX_SERVICE_S)
+            self.queue_s = queue_s if queue_s < MAX_SERVICE_S else MAX_SERVICE_S
             self.queue_seen_at = now
 
     def observe_load(self, load_s: float, now: float) -> None:
         """Take what the peer says it has committed itself to."""
         if 0.0 <= load_s < math.inf:
-            self.load_s = min(load_s, MAX_SERVICE_S)
+            self.load_s = load_s if load_s < MAX_SERVICE_S else MAX_SERVICE_S
             self.load_seen_at = now
 
     def observe_latency(self, seconds: float, weight: float) -> None:
@@ -90,17 +84,12 @@ class PeerEstimate:
             self.latency_s = moved(self.latency_s, seconds, weight)
             self.latency_weight = moved(self.latency_weight, 1.0, weight)
 
-    def forward_now_s(self, offer: Offer) -> float:
-        """Forward time as measured, else as announced."""
-        return self.forward_s or offer.forward_s
-
     def compute_now_s(self, offer: Offer) -> float:
         """Forward and backward as measured, else as announced."""
-        forward_s = self.forward_s or offer.forward_s
         if self.backward_s:
-            return forward_s + self.backward_s
+            return (self.forward_s or offer.forward_s) + self.backward_s
         # A peer measured slower or faster in forward than it announced is taken to be so in backward as well.
-        return forward_s * (1.0 + offer.backward_s / offer.forward_s)
+        return (self.forward_s or offer.forward_s) * offer.passes
 
     def queue_now_s(self, offer: Offer, now: float) -> float:
         """The expected wait: the last one seen fades away, and then the record counts again."""
@@ -112,6 +101,27 @@ class PeerEstimate:
     def load_now_s(self, offer: Offer, now: float) -> float:
         """Committed work, as heard lately from the peer itself, else as announced."""
         return self.load_s if now - self.load_seen_at < LOAD_MEMORY_S else offer.load_s
+
+
+@dataclass(slots=True)
+class Trouble:
+    """Why a sender keeps away from a peer, or trusts it less. Most peers have none."""
+
+    stall_s: float = 0.0  # from timeouts, whose cause is unknown; halves with every success, and with time
+    stalled_at: float = -math.inf
+    timeouts_in_a_row: int = 0
+    strikes: int = 0  # bans since the last success: doubles the back-off
+    banned_until: float = -math.inf
+    banned_record_expires_at: float = -math.inf
+    busy_until: float = -math.inf
+
+    def succeeded(self) -> bool:
+        """The peer answered. True: nothing is left of its trouble."""
+        self.stall_s *= 0.5
+        self.timeouts_in_a_row = 0
+        self.strikes = 0
+        self.banned_until = self.busy_until = -math.inf
+        return self.stall_s < MIN_STALL_S
 
     def observe_stall(self, elapsed_s: float, now: float) -> None:
         """A call was given up after so long: a lower bound of what the peer takes."""
@@ -127,6 +137,10 @@ class PeerEstimate:
     def is_banned(self, offer: Offer, now: float) -> bool:
         """A ban ends with its back-off, or as soon as the peer has published a newer record."""
         return now < self.banned_until and offer.expires_at <= self.banned_record_expires_at
+
+    def keeps_away(self, offer: Offer, now: float) -> bool:
+        """Banned, or BUSY."""
+        return now < self.busy_until or self.is_banned(offer, now)
 
     def ban(self, now: float, back_off_s: float, record_expires_at: float) -> None:
         """Keep away for `back_off_s`, or until a record that expires later than `record_expires_at` is seen."""

@@ -11,7 +11,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Set as AbstractSet
 
-from swarmtrain.route.estimate import PeerEstimate, moved
+from swarmtrain.route.estimate import PeerEstimate, Trouble, moved
 from swarmtrain.route.policies import Candidate, RouterOptions
 from swarmtrain.route.table import PeerTable
 from swarmtrain.route.views import Offer
@@ -41,15 +41,13 @@ class FinishTimePolicy:
         """The better of `num_candidates` draws."""
         best: Candidate | None = None
         best_score = 0.0
+        offers = self._table.snapshot.offers
         for _ in range(self._options.num_candidates):
-            position = self._draw(num_bytes, now, exclude)
-            if position is None:
+            candidate = self._draw(num_bytes, now, exclude)
+            if candidate is None:
                 return None
-            if best is not None and position == best.position:
-                continue
-            candidate = self.candidate(position, num_bytes, now)
             # A short queue may hide work that will come back for its second pass: what the peer holds counts as well.
-            load_s = candidate.known.load_now_s(self._table.snapshot.offers[position], now)
+            load_s = candidate.known.load_now_s(offers[candidate.position], now)
             score = candidate.predicted_s + load_s + self._clamped_lead(candidate.known, candidate.service_s)
             if best is None or score < best_score:
                 best, best_score = candidate, score
@@ -68,16 +66,26 @@ class FinishTimePolicy:
         return self.candidate(position, num_bytes, now)
 
     def candidate(self, position: int, num_bytes: float, now: float) -> Candidate:
+        """As drawn, whether it is usable or not."""
+        offer = self._table.snapshot.offers[position]
+        known = self._table.estimates.get(offer.peer_id)
+        return self._candidate(position, self._service_s(offer, known, num_bytes, now), num_bytes, now)
+
+    def _candidate(self, position: int, service_s: float, num_bytes: float, now: float) -> Candidate:
         """Predicted finish: own backlog on the link + transfer + half a round trip + its queue + its forward."""
         offer = self._table.snapshot.offers[position]
         # A newcomer's clock starts when it is first looked at: however slow it seems, its turn comes.
         known = self.estimate(offer.peer_id)
-        goodput = known.goodput or self._prior(offer)
-        wire_s = (known.backlog_bytes + num_bytes) / goodput
-        half_rtt_s = 0.5 * (known.rtt_s or self._options.default_rtt_s)
-        predicted_s = wire_s + half_rtt_s + known.queue_now_s(offer, now) + known.forward_now_s(offer)
-        service_s = self._service_s(offer, known, num_bytes, now)
-        return Candidate(position, predicted_s + known.stall_now_s(now), service_s, known)
+        predicted_s = (
+            (known.backlog_bytes + num_bytes) / (known.goodput or self._prior(offer))
+            + 0.5 * (known.rtt_s or self._options.default_rtt_s)
+            + known.queue_now_s(offer, now)
+            + (known.forward_s or offer.forward_s)
+        )
+        trouble = self._table.troubles.get(offer.peer_id)
+        if trouble is not None:
+            predicted_s += trouble.stall_now_s(now)
+        return Candidate(position, predicted_s, service_s, known)
 
     def charge(self, candidate: Candidate) -> None:
         """Virtual time is the mean of all clocks, weighted by rate: one pick advances it by that peer's share of it."""
@@ -99,11 +107,14 @@ class FinishTimePolicy:
         """Doubled with every ban since the last success."""
         return min(self._options.first_back_off_s * 2.0 ** min(strikes, 16), self._options.max_back_off_s)
 
-    def timed_out(self, known: PeerEstimate, elapsed_s: float, now: float) -> bool:
+    def answered(self, known: PeerEstimate, latency_s: float) -> None:
+        """The parts of this time are known; their sum says nothing more."""
+
+    def timed_out(self, trouble: Trouble, elapsed_s: float, now: float) -> bool:
         """The time already spent is a lower bound of what this peer takes; the second in a row bans it."""
-        known.observe_stall(elapsed_s, now)
-        known.timeouts_in_a_row += 1
-        return known.timeouts_in_a_row >= 2
+        trouble.observe_stall(elapsed_s, now)
+        trouble.timeouts_in_a_row += 1
+        return trouble.timeouts_in_a_row >= 2
 
     def link_measured(self, known: PeerEstimate) -> None:
         """Keep track of the best link; it is forgotten slowly, since the own uplink may have become slower for all."""
@@ -130,41 +141,46 @@ class FinishTimePolicy:
         What all links have in common is the own uplink, which says nothing about the peer: only the time above that of
         the best link counts. A round trip occupies nobody and is not charged at all.
         """
-        goodput = (known.goodput if known is not None else 0.0) or self._prior(offer)
-        path_s = num_bytes / goodput - num_bytes / (self._best_goodput or goodput)
-        service_s = offer.announced_s
+        service_s, goodput = offer.announced_s, 0.0
         if known is not None:
+            goodput = known.goodput
             measured_s = known.compute_now_s(offer)
             # The announced time may be a link's and not the processor's; then a fast processor does not lower it.
             if not offer.link_bound or measured_s > service_s:
                 service_s = measured_s
-            if known.stall_s > service_s:
-                service_s = max(service_s, known.stall_now_s(now))
-        return path_s if path_s > service_s else service_s
+        trouble = self._table.troubles.get(offer.peer_id)
+        if trouble is not None and trouble.stall_s > service_s:
+            service_s = max(service_s, trouble.stall_now_s(now))
+        goodput = goodput or self._prior(offer)
+        if goodput < self._best_goodput:
+            path_s = num_bytes / goodput - num_bytes / self._best_goodput
+            return path_s if path_s > service_s else service_s
+        return service_s
 
-    def _draw(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> int | None:
-        """One usable position, with a probability proportional to its service rate for this sender.
+    def _draw(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> Candidate | None:
+        """A usable one, with a probability proportional to its service rate for this sender.
 
         Drawn by the announced rates and accepted by how the own estimate compares with the announcement, which needs no
         pass over all peers; after some misses one pass is made, with the same distribution.
         """
-        snapshot, table, rng = self._table.snapshot, self._table, self._rng
+        snapshot, table, random_ = self._table.snapshot, self._table, self._rng.random
         offers = snapshot.offers
         if not offers:
             return None
         for _ in range(MAX_DRAWS):
-            position = min(bisect_right(snapshot.cumulative_rate, rng.random() * snapshot.total_rate), len(offers) - 1)
+            position = bisect_right(snapshot.cumulative_rate, random_() * snapshot.total_rate)
+            position = min(position, len(offers) - 1)
             offer = offers[position]
             if not table.is_usable(offer, now, exclude):
                 continue
-            speedup = offer.announced_s / self._service_s(offer, table.estimates.get(offer.peer_id), num_bytes, now)
+            service_s = self._service_s(offer, table.estimates.get(offer.peer_id), num_bytes, now)
+            speedup = offer.announced_s / service_s
             self._max_speedup = max(speedup, 1.0 + 0.999 * (self._max_speedup - 1.0))
-            if self._max_speedup * rng.random() <= speedup:
-                return position
+            if self._max_speedup * random_() <= speedup:
+                return self._candidate(position, service_s, num_bytes, now)
         usable = table.usable_positions(now, exclude)
         if not usable:
             return None
-        weights = [
-            1.0 / self._service_s(offers[i], table.estimates.get(offers[i].peer_id), num_bytes, now) for i in usable
-        ]
-        return rng.choices(usable, weights)[0]
+        times = [self._service_s(offers[i], table.estimates.get(offers[i].peer_id), num_bytes, now) for i in usable]
+        chosen = self._rng.choices(range(len(usable)), [1.0 / service_s for service_s in times])[0]
+        return self._candidate(usable[chosen], times[chosen], num_bytes, now)

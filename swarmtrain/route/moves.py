@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from swarmtrain.route.rebalance import Member, PlannedMove, RebalanceOptions, gain_of_move
+from swarmtrain.route.rebalance import Member, PlannedMove, RebalanceOptions, is_worth_it
 
 PATIENCE_S = 30.0  # how long a mover waits for the coordinator's answer
 SECOND_LOOK_S = (5.0, 10.0)
@@ -211,15 +211,18 @@ class MoveArbiter:
             return "" if seat.target == request.target else "already permitted to go elsewhere"
         if self.num_staying(request.source) - 1 < self._min_left:
             return "too few would stay"
-        capacities = self._capacities()
-        # Half of the usual threshold: views differ a little, and this peer has waited for its second look already.
-        gain = gain_of_move(capacities, seat.member, self._costs, request.source, request.target)
-        return "" if gain > 0.5 * self._options.min_gain else "the gap is closed already"
+        capacities, sizes = self._stages()
+        # Half of the usual thresholds: views differ a little, and this peer has waited for its second look already.
+        move = (request.source, request.target)
+        is_good = is_worth_it(capacities, sizes, seat.member, self._costs, move, self._options, caution=0.5)
+        return "" if is_good else "the gap is closed already"
 
-    def _capacities(self) -> list[float]:
-        """Of all stages, with every permitted mover counted where it is going."""
+    def _stages(self) -> tuple[list[float], list[int]]:
+        """(capacity, number of peers) of all stages, with every permitted mover counted where it is going."""
         capacities = [0.0] * len(self._costs)
+        sizes = [0] * len(self._costs)
         for seat in self._seats.values():
             stage = seat.member.stage if seat.target is None else seat.target
             capacities[stage] += seat.member.rate(self._costs[stage])
-        return capacities
+            sizes[stage] += 1
+        return capacities, sizes

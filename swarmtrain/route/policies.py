@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from swarmtrain.route.estimate import PeerEstimate
+from swarmtrain.route.estimate import PeerEstimate, Trouble
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,10 @@ class Policy(Protocol):
     def back_off_s(self, strikes: int) -> float:
         """How long a peer is banned that already has this many strikes."""
 
-    def timed_out(self, known: PeerEstimate, elapsed_s: float, now: float) -> bool:
+    def answered(self, known: PeerEstimate, latency_s: float) -> None:
+        """A call took so long in all."""
+
+    def timed_out(self, trouble: Trouble, elapsed_s: float, now: float) -> bool:
         """Learn from a timeout; True: ban the peer."""
 
     def link_measured(self, known: PeerEstimate) -> None:

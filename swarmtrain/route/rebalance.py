@@ -6,6 +6,7 @@ really leave is settled in `moves.py`. The SWARM paper's queue-length rule (appe
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ class PlannedMove:
 class RebalanceOptions:
     """When a move is worth it. The defaults come from the simulator (docs/simulator.md)."""
 
-    min_gain: float = 0.05
+    min_gain: float = 0.15  # of one move alone; see `is_worth_it`
     min_left: int = 2  # serving peers that must stay behind in the mover's stage
     min_stay_s: float = 60.0
     stay_per_download: float = 10.0  # minimum stay, in units of the time that the last download took
@@ -64,17 +65,54 @@ def stage_capacities(members: Sequence[Member], costs: Sequence[float]) -> list[
     return capacities
 
 
+def stage_sizes(members: Sequence[Member], num_stages: int) -> list[int]:
+    """How many peers each stage has, with those that are arriving."""
+    sizes = [0] * num_stages
+    for member in members:
+        if 0 <= member.stage < num_stages and (member.state == SERVING or member.state in ARRIVING):
+            sizes[member.stage] += 1
+    return sizes
+
+
+def is_worth_it(
+    capacities: Sequence[float],
+    sizes: Sequence[int],
+    member: Member,
+    costs: Sequence[float],
+    move: tuple[int, int],
+    options: RebalanceOptions,
+    *,
+    caution: float = 1.0,
+) -> bool:
+    """Whether `member` should make this move, from the first stage to the second; `caution` scales the thresholds.
+
+    Either the move alone gains more than `min_gain`. Or it is one step towards equal stages: levelling the two of them
+    would gain more than what their measured speeds may be wrong by, and at least half of what the mover takes with it
+    is gained, so that there is no way back. A stage's measured speed is the surer the more peers it has, by the square
+    root of their number. (Of many peers none gains much alone, however much their stage lacks.)
+    """
+    source, target = move
+    gain = gain_of_move(capacities, member, costs, source, target)
+    if gain > caution * options.min_gain:
+        return True
+    before = capacities[target]
+    levelled_gain = 0.5 * (capacities[source] - before) / before if before > 0.0 else 0.0
+    is_sure = levelled_gain > caution * options.min_gain / math.sqrt(max(1, sizes[target]))
+    return is_sure and gain * before > caution * 0.5 * member.rate(costs[target])
+
+
 def plan_moves(
     members: Sequence[Member], costs: Sequence[float], now: float, options: RebalanceOptions | None = None
 ) -> list[PlannedMove]:
     """The moves that all should agree on, best first; no two of them touch the same stage.
 
-    Each takes a peer to the weakest stage that is left, such that the *weaker of the two stages* ends up more than
-    `min_gain` above what the weakest one has now. So a move never lowers the throughput while the mover downloads, and
+    Each takes a peer to the weakest stage that is left, such that the *weaker of the two stages* ends up above what the
+    weakest one has now, by so much that it is worth it. So a move never lowers the throughput while the mover downloads, and
     a sequence of moves cannot cycle: the sorted list of capacities only ever rises.
     """
     options = options or RebalanceOptions()
     capacities = stage_capacities(members, costs)
+    sizes = stage_sizes(members, len(costs))
     movers = _movable_by_stage(members, len(costs), now, options)
     moves: list[PlannedMove] = []
     touched: set[int] = set()
@@ -83,11 +121,11 @@ def plan_moves(
         if len(free) < 2:
             break
         target = min(free, key=lambda stage: (capacities[stage], stage))
-        move = _best_move(movers, capacities, costs, [stage for stage in free if stage != target], target)
-        if move is None or move.gain <= options.min_gain:
+        best = _best_move(movers, capacities, costs, [stage for stage in free if stage != target], target)
+        if best is None or not is_worth_it(capacities, sizes, best[1], costs, (best[0].source, target), options):
             break
-        moves.append(move)
-        touched |= {move.source, target}
+        moves.append(best[0])
+        touched |= {best[0].source, target}
     return moves
 
 
@@ -124,16 +162,16 @@ def _best_move(
     costs: Sequence[float],
     sources: Sequence[int],
     target: int,
-) -> PlannedMove | None:
+) -> tuple[PlannedMove, Member] | None:
     """Among all peers of `sources`, the one that raises the weaker of the two stages most; ties by peer id."""
-    best: PlannedMove | None = None
+    best: tuple[PlannedMove, Member] | None = None
     for source in sources:
         if capacities[source] <= capacities[target]:
             continue
         for member in movers[source]:
             gain = gain_of_move(capacities, member, costs, source, target)
-            if best is None or (-gain, member.peer_id) < (-best.gain, best.peer_id):
-                best = PlannedMove(member.peer_id, source, target, gain)
+            if best is None or (-gain, member.peer_id) < (-best[0].gain, best[1].peer_id):
+                best = PlannedMove(member.peer_id, source, target, gain), member
     return best
 
 

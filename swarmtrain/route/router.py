@@ -114,12 +114,12 @@ class Router:
             rtt_s = known.rtt_s or self._options.default_rtt_s
             known.observe_goodput(num_bytes / max(wire_s - 0.5 * rtt_s, 0.1 * wire_s))
             self._policy.link_measured(known)
-        known.observe_latency(wire_s + queue_s + compute_s, self._options.latency_weight)
-        self.observed(peer_id, queue_s=queue_s, forward_s=compute_s, backward_s=backward_s, load_s=load_s, now=now)
-        known.stall_s *= 0.5
-        known.timeouts_in_a_row = 0
-        known.strikes = 0
-        known.banned_until = known.busy_until = now
+        self._policy.answered(known, wire_s + queue_s + compute_s)
+        known.observe_compute(compute_s, backward_s)
+        known.observe_queue(queue_s, now)
+        if load_s is not None:
+            known.observe_load(load_s, now)
+        self._table.succeeded(peer_id)
 
     def observed(
         self,
@@ -134,7 +134,8 @@ class Router:
     ) -> None:
         """Something learned in passing (a progress message, an answer's timings) that ends no call."""
         known = self._policy.estimate(peer_id)
-        known.observe_compute(forward_s, backward_s)
+        if forward_s is not None or backward_s is not None:
+            known.observe_compute(forward_s, backward_s)
         if rtt_s is not None:
             known.observe_rtt(rtt_s)
         now = self._clock() if now is None else now
@@ -145,8 +146,8 @@ class Router:
 
     def timed_out(self, peer_id: str, elapsed_s: float, now: float | None = None) -> None:
         """No answer within the timeout. The elapsed time enters the estimate; two in a row ban the peer."""
-        known, now = self._policy.estimate(peer_id), self._clock() if now is None else now
-        if self._policy.timed_out(known, elapsed_s, now):
+        now = self._clock() if now is None else now
+        if self._policy.timed_out(self._table.trouble(peer_id), elapsed_s, now):
             self._ban(peer_id, now)
 
     def failed(self, peer_id: str, now: float | None = None) -> None:
@@ -158,14 +159,14 @@ class Router:
         now = self._clock() if now is None else now
         known = self._policy.estimate(peer_id)
         retry_after_s = min(max(retry_after_s, 0.0), 60.0)
-        known.busy_until = now + retry_after_s
+        self._table.trouble(peer_id).busy_until = now + retry_after_s
         known.observe_queue(max(retry_after_s, known.queue_s), now)
 
     def is_banned(self, peer_id: str, now: float | None = None) -> bool:
         """Whether the peer is kept out of the choice because of failures (not because of BUSY)."""
         now = self._clock() if now is None else now
-        offer, known = self._table.offer(peer_id), self._table.estimates.get(peer_id)
-        return offer is not None and known is not None and known.is_banned(offer, now)
+        offer, trouble = self._table.offer(peer_id), self._table.troubles.get(peer_id)
+        return offer is not None and trouble is not None and trouble.is_banned(offer, now)
 
     def predict(self, peer_id: str, num_bytes: float, now: float | None = None) -> float | None:
         """Predicted seconds until a message sent now would be processed by this listed peer."""
@@ -179,9 +180,9 @@ class Router:
         return len(self._table.snapshot.offers)
 
     def _ban(self, peer_id: str, now: float) -> None:
-        known = self._policy.estimate(peer_id)
+        trouble = self._table.trouble(peer_id)
         offer = self._table.offer(peer_id)
-        known.ban(now, self._policy.back_off_s(known.strikes), offer.expires_at if offer is not None else now)
+        trouble.ban(now, self._policy.back_off_s(trouble.strikes), offer.expires_at if offer is not None else now)
 
     def _picked(self, candidate: Candidate, why: str, wait_s: float = 0.0) -> Pick:
         self._policy.charge(candidate)

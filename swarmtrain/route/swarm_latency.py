@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Set as AbstractSet
 
-from swarmtrain.route.estimate import PeerEstimate
+from swarmtrain.route.estimate import PeerEstimate, Trouble
 from swarmtrain.route.policies import Candidate, RouterOptions
 from swarmtrain.route.table import PeerTable
 
@@ -59,7 +59,11 @@ class SwarmLatencyPolicy:
         """Until the next record."""
         return float("inf")
 
-    def timed_out(self, known: PeerEstimate, elapsed_s: float, now: float) -> bool:
+    def answered(self, known: PeerEstimate, latency_s: float) -> None:
+        """All that is learned from a call."""
+        known.observe_latency(latency_s, self._options.latency_weight)
+
+    def timed_out(self, trouble: Trouble, elapsed_s: float, now: float) -> bool:
         """Retried elsewhere, otherwise ignored."""
         return False
 

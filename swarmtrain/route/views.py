@@ -82,6 +82,7 @@ class Offer:
         "forward_s",
         "link_bound",
         "load_s",
+        "passes",
         "peer_id",
         "queue_s",
         "relayed",
@@ -98,6 +99,7 @@ class Offer:
         self.load_s = min(view.load_ms / 1000.0, MAX_SERVICE_S) if 0.0 < view.load_ms < math.inf else 0.0
         self.down_rate = _bounded_rate(view.down_bytes_per_s)
         compute_s = self.forward_s + self.backward_s
+        self.passes = compute_s / self.forward_s  # both, in units of a forward
         wire_s = max(bytes_in / self.down_rate, bytes_out / _bounded_rate(view.up_bytes_per_s))
         self.link_bound = wire_s > compute_s
         # Seconds that one microbatch occupies the peer's slowest resource: compute, downlink or uplink.

@@ -50,7 +50,8 @@ class Meters:
 
     def spent(self, cause: str, start: float, end: float) -> None:
         """A machine spent this interval so."""
-        start = max(start, self.warmup_s)
+        if start < self.warmup_s:
+            start = self.warmup_s
         if end > start:
             self.seconds[cause] += end - start
 

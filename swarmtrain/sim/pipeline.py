@@ -302,11 +302,12 @@ class Pipeline:
 
     def _link(self, source: SimPeer, target: SimPeer) -> LinkView:
         """What the meter says: the receiver times a message from its first byte on, without the wait before it."""
+        backlog_s = source.up_free - self.engine.now
         return LinkView(
-            goodput_bytes_per_s=min(source.up_rate, target.down_rate),
-            rtt_s=2.0 * (source.latency_s + target.latency_s + self._backbone_latency_s),
-            backlog_bytes=int(max(0.0, source.up_free - self.engine.now) * source.up_rate),
-            samples=1,
+            source.up_rate if source.up_rate < target.down_rate else target.down_rate,
+            2.0 * (source.latency_s + target.latency_s + self._backbone_latency_s),
+            int(backlog_s * source.up_rate) if backlog_s > 0.0 else 0,
+            1,
         )
 
     # -- backward

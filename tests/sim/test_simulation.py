@@ -105,7 +105,7 @@ def test_after_a_storm_every_microbatch_finished_once_or_is_still_held(seed: int
         assert all(microbatch.ready)
     owned = {microbatch.number for peer in simulation.peers for microbatch, stage in peer.held.items() if stage == 0}
     leases = simulation.leases
-    pending = [(call, arguments) for _, _, call, arguments in simulation.engine._heap]
+    pending = list(simulation.engine.pending())
     on_the_way = {arguments[0].number for call, arguments in pending if call == leases._arrives}
     # Of a machine that has just died nobody knows yet: its leases are given again after some missed heartbeats.
     on_the_way |= {arguments[0].number for call, arguments in pending if call == simulation.pipeline._recover}
