@@ -23,9 +23,8 @@ from .harness import Daemon, Swarm, until
 pytestmark = pytest.mark.swarm
 
 POINT, NTH = "before-answer", 8  # by then it has sent much, in both directions
-TOLERANCE = (
-    0.2  # of the loss in any step: three times the largest distance measured (0.063), a tenth of what is learned
-)
+# Of the loss in any step: three times the largest distance that was measured (0.063), a tenth of what is learned.
+TOLERANCE = 0.2
 
 # forward, backward, boundary.kind
 FORGETFUL = [("topk20:values=int8", "topk20:values=int8", "dense")]
