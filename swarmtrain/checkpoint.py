@@ -9,6 +9,7 @@ It is written into a hidden sibling directory, flushed to disk, and renamed into
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ FORMAT = 1
 MAX_INDEX_BYTES = 1 << 24  # of checkpoint.json: a manifest and three lines per stage are far below
 _INDEX = "checkpoint.json"
 _PARTIAL = ".partial-"
+_LOST = "lost-"
 _FIX = "remove this checkpoint to go on from an earlier one, or copy it again"
 
 T = TypeVar("T")
@@ -229,15 +231,22 @@ def complete(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-def prune(directory: Path, keep: int, *, up_to: int | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints, and what an interrupted write left behind.
-
-    Those of later steps than `up_to` are somebody else's: they stay, and do not count.
-    """
-    own = [path for path in complete(directory) if up_to is None or int(path.name[5:]) <= up_to]
-    for path in own[:-keep]:
+def prune(directory: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what an interrupted write left behind."""
+    for path in complete(directory)[:-keep]:
         _remove(path)
     clear_partial(directory)
+
+
+def set_aside(directory: Path, *, after: int) -> list[Path]:
+    """Rename checkpoints of later steps: they are of a history that is lost, and must never count."""
+    renamed = []
+    for path in complete(directory):
+        if int(path.name[5:]) > after:
+            free = (path.with_name(f"{_LOST}{path.name}-{number}") for number in itertools.count(1))
+            with storage(path):
+                renamed.append(path.rename(next(place for place in free if not place.exists())))
+    return renamed
 
 
 def clear_partial(directory: Path) -> None:

@@ -14,7 +14,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -238,7 +238,7 @@ class LocalSwarm:
             if self.options.kill_coordinator and self._rng.random() < 0.3:
                 await self.replace_coordinator()
                 continue
-            candidates = await self.spare_peers()
+            candidates = spare_of(await self.serving_peers())
             if candidates:
                 victim = self._rng.choice(candidates)
                 self._on_event({"event": "killed", "from": "local", "victim": victim.name, "stage": victim.stage})
@@ -246,20 +246,15 @@ class LocalSwarm:
                 self.peers.remove(victim)
                 self.peers.append(await self.start_peer(victim.stage))
 
-    async def spare_peers(self) -> list[Child]:
-        """Peers whose stage has another one that serves, as the coordinator sees it. Nobody, if it cannot say now."""
+    async def serving_peers(self) -> list[Child]:
+        """Peers that serve, as the coordinator sees it. Nobody, if it cannot say now."""
         try:
             status = await ask(self.options.state_dir / "coordinator" / "control.sock", "status")
         except ControlError as error:
             log.info("nobody is killed now: %s", error)
             return []
         names = serving_names(status)
-        living = [peer for peer in self.peers if peer.name in names and peer.process.returncode is None]
-        return [peer for peer in living if sum(other.stage == peer.stage for other in living) > 1]
-
-    def can_spare(self, peer: Child) -> bool:
-        """Whether another peer of its stage serves."""
-        return sum(other.is_serving for other in self.peers if other.stage == peer.stage) > 1
+        return [peer for peer in self.peers if peer.name in names and peer.process.returncode is None]
 
     async def replace_coordinator(self) -> None:
         """SIGKILL the coordinator, and start it again on its state directory."""
@@ -288,6 +283,11 @@ class LocalSwarm:
             except TimeoutError:
                 log.warning("%s does not end; killing it", child.name)
                 await self.kill(child)
+
+
+def spare_of(peers: Sequence[Child]) -> list[Child]:
+    """Those whose stage has another one among these."""
+    return [peer for peer in peers if sum(other.stage == peer.stage for other in peers) > 1]
 
 
 def serving_names(status: dict[str, Any]) -> set[str]:

@@ -28,7 +28,7 @@ import torch
 from swarmtrain.audit import audit
 from swarmtrain.checkpoint import Checkpoint, latest, same_tensors
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.local import Child, LocalOptions, LocalSwarm
+from swarmtrain.local import Child, LocalOptions, LocalSwarm, spare_of
 from swarmtrain.net.waiting import wait_event
 from swarmtrain.observe.control import ControlError, ask
 from swarmtrain.reference import ReferenceTrainer
@@ -119,12 +119,13 @@ class Tormentor:
             for _ in range(living, needed):
                 swarm.peers.append(await swarm.start_peer(stage))
 
-    def _victim(self, swarm: LocalSwarm) -> Child | None:
-        spare = [peer for peer in swarm.peers if peer.is_serving and _lives(peer) and swarm.can_spare(peer)]
+    async def _victim(self, swarm: LocalSwarm) -> Child | None:
+        """Somebody whose stage has another peer that serves, as the coordinator sees it."""
+        spare = spare_of([peer for peer in await swarm.serving_peers() if peer.is_serving])  # not stopped, not drained
         return self._rng.choice(spare) if spare else None
 
     async def _kill(self, swarm: LocalSwarm) -> bool:
-        victim = self._victim(swarm)
+        victim = await self._victim(swarm)
         if victim is not None:
             await _replace(swarm, victim)
         return victim is not None
@@ -149,7 +150,7 @@ class Tormentor:
         return True
 
     async def _stop(self, swarm: LocalSwarm) -> bool:
-        victim = self._victim(swarm)
+        victim = await self._victim(swarm)
         if victim is None:
             return False
         _signal(victim, signal.SIGSTOP)
@@ -175,7 +176,7 @@ class Tormentor:
         return False
 
     async def _drain(self, swarm: LocalSwarm) -> bool:
-        victim = self._victim(swarm)
+        victim = await self._victim(swarm)
         if victim is None:
             return False
         _signal(victim, signal.SIGTERM)

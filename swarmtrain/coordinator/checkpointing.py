@@ -11,7 +11,7 @@ import torch
 
 from swarmtrain.boundary import codec_pair
 from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
-from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, complete, open_checkpoint, prune
+from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, latest, open_checkpoint, prune, set_aside
 from swarmtrain.codec import Direction, make_encoder
 from swarmtrain.coordinator.admission import StateOffer
 from swarmtrain.coordinator.context import RunContext
@@ -41,7 +41,9 @@ class Checkpoints:
 
     def __init__(self, context: RunContext, directory: Path) -> None:
         self._context, self.directory = context, directory
-        self.newest: Checkpoint | None = _newest(directory, context.journal.num_steps())
+        for path in set_aside(directory, after=context.journal.num_steps()):
+            log.warning("%s is of steps that the journal does not have: it does not count", path)
+        self.newest: Checkpoint | None = latest(directory)
         self._source: StateSource | None = None
         self._loading = asyncio.Lock()
         if self.newest is not None:
@@ -77,7 +79,7 @@ class Checkpoints:
             return False
         context.journal.note_checkpoint(step, path.name, list(digests))
         self.newest, self._source = open_checkpoint(path), None
-        prune(self.directory, context.manifest.checkpoint.keep, up_to=step)
+        prune(self.directory, context.manifest.checkpoint.keep)
         for stage, book in enumerate(context.stages):
             book.checkpoint = self.offer(stage)
         context.events.emit(CheckpointWritten(step, str(path)))
@@ -114,9 +116,3 @@ class Checkpoints:
             for name, view in layout.named(buffers):
                 view.copy_(stored[name])
         return StateSource(layout, checkpoint.step, checkpoint.basis_epoch, buffers)
-
-
-def _newest(directory: Path, max_step: int) -> Checkpoint | None:
-    """The newest checkpoint that the journal covers. A newer one can be there if the journal is an older copy."""
-    found = [path for path in complete(directory) if int(path.name[5:]) <= max_step]
-    return open_checkpoint(found[-1]) if found else None

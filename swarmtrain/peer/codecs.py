@@ -173,7 +173,10 @@ class StageCodecs:
         context = self._context(Direction.BACKWARD, step, entry.microbatch)
         within, _ = self._decode(gradient, context, mask)
         encoder = make_encoder(TopKSpec(Fraction(100), values="fp32"), boundary=0, direction=Direction.BACKWARD)
-        return inline_aux(encoder.encode(within, context, mask).payload, mask)
+        try:
+            return inline_aux(encoder.encode(within, context, mask).payload, mask)
+        except CodecError as error:
+            raise BadTensor(str(error)) from error
 
     def is_sticky(self, raw: Raw) -> bool:
         """Whether a message is a difference to something. Raises BadTensor."""

@@ -119,8 +119,9 @@ class CoordinatorLink:
 
     async def _ask(self, message: Message, expect: type[T], timeout_s: float) -> T:
         """The coordinator's answer; one that is still starting is asked again when it says."""
-        peer_id, ends_at = await self.find(timeout_s=timeout_s), asyncio.get_running_loop().time() + timeout_s
+        ends_at = asyncio.get_running_loop().time() + timeout_s
         while True:
+            peer_id = await self.find(timeout_s=ends_at - asyncio.get_running_loop().time())  # another may take over
             left_s = ends_at - asyncio.get_running_loop().time()
             try:
                 return await self._node.call(peer_id, message, deadline_s=left_s, expect=expect)

@@ -43,12 +43,14 @@ class Entry:
     is_critical: bool = True  # whether the caller would wait for the gradient (codec/policy.py)
     sticky: StickyAnswer | None = None  # for the caller only: a difference to what it holds
     residual_bytes: int = 0  # what codecs keep to take its messages back
+    with_mask: Raw = b""  # the answer's gradient for callers that sent other bytes, once there was one
 
     @property
     def num_bytes(self) -> int:
         """What the entry holds in memory."""
-        held = len(self.tokens) + len(self.boundary) + len(self.output) + len(self.gradient) + self.residual_bytes
-        return held + (len(self.answer.gradient) if self.answer is not None else 0)
+        kept = (self.tokens, self.boundary, self.output, self.gradient, self.with_mask)
+        answer = len(self.answer.gradient) if self.answer is not None else 0
+        return sum(map(len, kept)) + self.residual_bytes + answer
 
 
 class Ledger:

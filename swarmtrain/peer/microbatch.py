@@ -60,7 +60,10 @@ class Microbatches:
         if entry is not None and entry.answer is not None:
             context.counters.from_ledger += 1
             await self._give_up_sticky(entry, exchange.peer_id)
-            return await self._for_caller(entry, work, entry.answer)
+            if self._has_other_mask(entry, work):
+                return await self._with_mask(entry, work.step, entry.answer)
+            return entry.answer
+        is_first = entry is None
         if entry is None:
             self._check_room()
             entry = context.ledger.open(work.microbatch, bytes(work.tokens), bytes(work.boundary))
@@ -79,23 +82,33 @@ class Microbatches:
             answer = await asyncio.shield(entry.task)
         finally:
             listeners.discard(exchange)
+        if not is_first and self._has_other_mask(entry, work):
+            await self._give_up_sticky(entry, exchange.peer_id)
+            return await self._with_mask(entry, work.step, answer)
         if entry.sticky is not None and entry.caller == exchange.peer_id:
             return replace(answer, gradient=entry.sticky.payload)
-        return await self._for_caller(entry, work, answer)
+        return answer
 
-    async def _for_caller(self, entry: Entry, work: Work, answer: Done) -> Done:
-        """The answer, as this caller can decode it.
+    def _has_other_mask(self, entry: Entry, work: Work) -> bool:
+        """Whether this caller has sent other bytes than the first one, and so left out something else.
 
-        A codec that remembers makes other bytes of a microbatch whose first sender has died, a machine that rounds
-        differently may, and so their masks differ.
+        A codec that remembers makes other bytes of a microbatch that was given up or whose first sender has died; a
+        machine that rounds differently may.
         """
+        return self._context.jobs.codecs.sends_masks and bytes(work.boundary) != entry.boundary
+
+    async def _with_mask(self, entry: Entry, step: int, answer: Done) -> Done:
+        """The answer, as a caller with another mask can decode it."""
         codecs = self._context.jobs.codecs
-        if not codecs.sends_masks or entry.boundary == work.boundary:
-            return answer
-        timed = await self._context.compute.run(
-            Kind.MESSAGE, -1, lambda: codecs.with_mask(entry, work.step, answer.gradient)
-        )
-        return replace(answer, gradient=timed.value)
+        if not entry.with_mask:
+            try:
+                timed = await self._context.compute.run(
+                    Kind.MESSAGE, -1, lambda: codecs.with_mask(entry, step, answer.gradient)
+                )
+            except BadTensor as error:
+                raise self._as_refusal(error) from error
+            entry.with_mask = timed.value
+        return replace(answer, gradient=entry.with_mask)
 
     async def _give_up_sticky(self, entry: Entry, caller: str) -> None:
         """The caller asks again: it could not decode the difference, or never got it. The next one goes whole."""

@@ -72,6 +72,9 @@ def test_checkpoints_of_a_history_that_the_journal_does_not_have_never_count(tmp
         offer = again.offer(1)
         assert offer is not None
         assert offer.step == step
-    write(again, 8)  # in place of the former one
-    assert again.step == 8
-    assert [int(path.name[5:]) for path in complete(tmp_path)] == [7, 8, 12]
+    later = checkpoints_in(tmp_path, 9)  # the journal has passed a lost checkpoint's step
+    assert later.step == 7
+    for step in (12, 13):
+        write(later, step)
+    assert [int(path.name[5:]) for path in complete(tmp_path)] == [12, 13]
+    assert sorted(path.name for path in tmp_path.glob("lost-*")) == ["lost-step-00000008-1", "lost-step-00000012-1"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
+import torch
 
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.net.errors import Refusal
@@ -24,6 +26,31 @@ from .test_room import Caller
 from .test_stage_jobs import jobs_of, manifest, tokens
 
 __all__ = ["manifest"]  # a fixture
+
+P = TypeVar("P")
+
+
+class Last:
+    """A peer of the last stage, and two lives of one above it: the second one remembers nothing of the first."""
+
+    def __init__(self, manifest: Manifest, compute: ComputeThread) -> None:
+        node = cast(Any, SimpleNamespace(peer_id="p"))
+        jobs, nothing = jobs_of(manifest, 1), cast(Any, None)
+        self.context = PeerContext(
+            "run", manifest, 1, "life", node, compute, jobs, nothing, None, 100, 1 << 40, contact_at=math.inf
+        )
+        self.context.state = PeerState.SERVING
+        self._manifest, self._microbatches = manifest, Microbatches(self.context)
+        self.above = [jobs_of(manifest, 0), jobs_of(manifest, 0)]
+        self.above[0].forward(Entry(0, tokens(manifest, 0), b""), 0)
+
+    def request(self, life: int) -> Work:
+        entry = Entry(1, tokens(self._manifest, 1), b"")
+        boundary = memoryview(self.above[life].forward(entry, 0).payload)  # as it comes from the wire
+        return Work("run", 0, 1, 0, 1, 0, False, (), entry.tokens, boundary)
+
+    async def work(self, work: Work) -> Done:
+        return await self._microbatches.work(work, cast(Any, Caller()))
 
 
 class Below:
@@ -74,12 +101,14 @@ class First:
         await self.context.compute.run(Kind.STEP, -1, self.context.jobs.drop_work)
 
 
-def with_first(manifest: Manifest, main: Callable[[First], Awaitable[None]]) -> None:
+def run_with(
+    kind: Callable[[Manifest, ComputeThread], P], manifest: Manifest, main: Callable[[P], Awaitable[None]]
+) -> None:
     async def bounded() -> None:
         compute = ComputeThread()
         try:
             async with asyncio.timeout(60):
-                await main(First(manifest, compute))
+                await main(kind(manifest, compute))
         finally:
             await compute.stop()
 
@@ -99,7 +128,7 @@ def test_checking_an_answer_says_nothing_about_how_long_step_work_takes(manifest
         assert times.count[Kind.STEP] == 0
         assert times.count[Kind.MESSAGE] == 2
 
-    with_first(manifest, main)
+    run_with(First, manifest, main)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -116,4 +145,32 @@ def test_an_answer_that_comes_when_the_step_is_over_is_not_held_against_its_send
         assert not first.router.is_banned("below")
         assert not first.context.jobs.worker.sum.total.any()
 
-    with_first(masked(manifest), main)
+    run_with(First, masked(manifest), main)
+
+
+@pytest.mark.parametrize("backward", ["topk25", "ef21-topk50"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_caller_that_sends_other_bytes_gets_the_mask_that_the_gradient_belongs_to(
+    manifest: Manifest, backward: str, joined: bool
+) -> None:
+    """While the first answer is still being computed, and when it is in the ledger; a difference is not for it."""
+    run = parse_manifest(manifest.canonical(), ["wire.forward=ef-topk25", f"wire.backward={backward}"])
+
+    async def main(last: Last) -> None:
+        one, other = last.request(0), last.request(1)
+        assert one.boundary != other.boundary
+        if joined:
+            answers = await asyncio.gather(last.work(one), last.work(other))
+        else:
+            answers = [await last.work(one), await last.work(other)]
+        mine, theirs = last.context.ledger.get(1), last.above[1]
+        assert mine is not None
+        assert mine.answer is not None
+        assert last.context.jobs.num_forwards == 1
+        right = last.above[0].codecs.decode_gradient(mine.answer.gradient, 0, 1, last.above[0]._masks_out[1])
+        gotten = theirs.codecs.decode_gradient(answers[1].gradient, 0, 1, theirs._masks_out[1])
+        assert torch.equal(gotten, right)
+        assert (await last.work(other)).gradient is answers[1].gradient  # made once
+        assert mine.num_bytes >= len(answers[1].gradient) + len(mine.answer.gradient)
+
+    run_with(Last, run, main)
