@@ -55,7 +55,7 @@ def coordinator(
     ] = "capacity",
     min_left: Annotated[int, typer.Option(min=1, help="Peers that a stage keeps when one moves away.")] = 2,
     min_gain: Annotated[
-        float, typer.Option(min=0.0, max=10.0, help="A move must raise the weakest stage by more than this share.")
+        float, typer.Option(min=0.0, max=10.0, help="What a move must gain; among many peers less is enough.")
     ] = 0.15,
     min_stay: Annotated[float, typer.Option(min=0.0, help="Seconds a peer stays in a stage at least.")] = 60.0,
     look_every: Annotated[

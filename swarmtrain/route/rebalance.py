@@ -107,8 +107,8 @@ def plan_moves(
     """The moves that all should agree on, best first; no two of them touch the same stage.
 
     Each takes a peer to the weakest stage that is left, such that the *weaker of the two stages* ends up above what the
-    weakest one has now, by so much that it is worth it. So a move never lowers the throughput while the mover downloads, and
-    a sequence of moves cannot cycle: the sorted list of capacities only ever rises.
+    weakest one has now, by so much that it is worth it. So a move never lowers the throughput while the mover
+    downloads, and a sequence of moves cannot cycle: the sorted list of capacities only ever rises.
     """
     options = options or RebalanceOptions()
     capacities = stage_capacities(members, costs)

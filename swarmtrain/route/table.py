@@ -9,7 +9,7 @@ from swarmtrain.route.views import Offer, StageSnapshot
 
 
 class PeerTable:
-    """Who may be picked now. Estimates exist only for peers this sender has dealt with, troubles only while they last."""
+    """Who may be picked now. Estimates exist only for peers this sender has dealt with, troubles while they last."""
 
     def __init__(self) -> None:
         self.snapshot = StageSnapshot(())
@@ -17,7 +17,7 @@ class PeerTable:
         self.troubles: dict[str, Trouble] = {}
 
     def replace_snapshot(self, snapshot: StageSnapshot) -> None:
-        """Take over new records. What is known of peers that are listed no longer is forgotten: memory stays bounded."""
+        """Take over new records. What is known of peers that are not listed is forgotten in time: memory is bounded."""
         self.snapshot = snapshot
         most, listed = 2 * len(snapshot.offers) + 16, snapshot.index
         if len(self.estimates) > most:

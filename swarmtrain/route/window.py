@@ -1,9 +1,9 @@
 """How many microbatches are kept in flight, and how long a lease may take.
 
 By Little's law, in flight = throughput x delay. Below saturation more in flight gives more throughput at the same
-delay; above it, only more delay. The window is chosen so that the whole delay is a certain multiple of the delay without
-queues: a pipeline needs queues to keep every processor busy, since answers come back in bursts that no routing can
-smooth; but where queues are full, peers refuse work that has travelled to them already.
+delay; above it, only more delay. The window is chosen so that the whole delay is a certain multiple of the delay
+without queues. That multiple is high, because a pipeline of many equal stages needs deep queues to keep every
+processor busy: what is in flight wanders, is now in one stage and now in another, and no routing can pull it back.
 
 A change of the window shows in the delays only when all that was in flight before it has come back. With many stages
 that takes long, and whoever does not wait for it grows far beyond the mark.
@@ -15,6 +15,8 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
+MAX_SAMPLES = 256  # completions that are enough to judge by, or a quarter of those in flight
+
 
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
@@ -23,8 +25,8 @@ class WindowOptions:
     initial: int = 2
     minimum: int = 1
     maximum: int = 64
-    grow_below: float = 4.0
-    shrink_above: float = 6.0
+    grow_below: float = 6.0
+    shrink_above: float = 8.0
     base_memory: int = 256  # completions over which the delay without queues is remembered
 
 
@@ -42,6 +44,7 @@ class InFlightWindow:
     def __init__(self, options: WindowOptions | None = None) -> None:
         self._options = options or WindowOptions()
         self._size = float(self._options.initial)
+        self._goal = self._size
         self._delay_sum = 0.0
         self._num_in_epoch = 0
         self._num_to_ignore = 0  # of those that were sent before the last change
@@ -55,39 +58,46 @@ class InFlightWindow:
     def at_least(self, size: int) -> int:
         """The size, and never less than this one (two for every peer, say), whatever the maximum is."""
         self._size = max(self._size, float(min(size, self._options.maximum)))
+        self._goal = max(self._goal, self._size)
         return max(size, self.size)
 
     def finished(self, delay_s: float, queue_s: float | None = None) -> None:
         """A microbatch came back `delay_s` after it was sent on, `queue_s` of which it waited in others' queues."""
         base_s = delay_s - queue_s if queue_s is not None else delay_s
         self._delays.add(max(0.0, base_s))
-        if self._num_to_ignore > 0:
+        if self._size < self._goal:
+            # Two for each that comes back, not all at once: the first stage would do nothing else for a while.
+            self._size = min(self._goal, self._size + 1.0)
+            self._num_to_ignore = self.size
+        elif self._num_to_ignore > 0:
             self._num_to_ignore -= 1
-            return
-        self._delay_sum += delay_s
-        self._num_in_epoch += 1
-        if self._num_in_epoch >= max(2, self.size):
+        else:
+            self._delay_sum += delay_s
+            self._num_in_epoch += 1
+        if self._num_in_epoch >= max(2, min(self.size, MAX_SAMPLES), self.size // 4):
             # With queue times the base is the usual rest; without, the fastest tenth stands for an empty pipeline.
             base = self._delays.quantile(0.5 if queue_s is not None else 0.1)
             self._end_epoch(self._delay_sum / self._num_in_epoch, base)
 
     def lost(self) -> None:
         """A lease ran out: the delay is not known, but it was too long."""
-        self._resize(self._size * 0.75)
+        self._aim_at(self._size * 0.75)
 
     def _end_epoch(self, delay_s: float, base_s: float) -> None:
         ratio = delay_s / base_s if base_s > 0.0 else 1.0
         options = self._options
         middle = 0.5 * (options.grow_below + options.shrink_above)
         if ratio < options.grow_below:
-            self._resize(max(self._size + 1.0, self._size * min(2.0, middle / ratio)))
+            self._aim_at(max(self._size + 1.0, self._size * min(2.0, middle / ratio)))
         else:
-            self._resize(self._size * max(0.5, middle / ratio) if ratio > options.shrink_above else self._size)
+            self._aim_at(self._size * max(0.5, middle / ratio) if ratio > options.shrink_above else self._size)
 
-    def _resize(self, size: float) -> None:
-        size = min(max(size, float(self._options.minimum)), float(self._options.maximum))
-        self._num_to_ignore = self.size if int(size) != self.size else 0
-        self._size = size
+    def _aim_at(self, size: float) -> None:
+        """Shrink at once, grow step by step."""
+        self._goal = min(max(size, float(self._options.minimum)), float(self._options.maximum))
+        if int(self._goal) < self.size:
+            self._num_to_ignore = self.size
+        self._size = min(self._size, self._goal)
         self._delay_sum, self._num_in_epoch = 0.0, 0
 
 
