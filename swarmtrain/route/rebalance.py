@@ -107,7 +107,8 @@ def plan_moves(
     """The moves that all should agree on, best first; no two of them touch the same stage.
 
     Each takes a peer to the weakest stage that is left, such that the *weaker of the two stages* ends up above what the
-    weakest one has now, by so much that it is worth it. So a move never lowers the throughput while the mover
+    weakest one has now, by so much that it is worth it: of all such moves the one that raises it most, then the one
+    from the stronger stage. So a move never lowers the throughput while the mover
     downloads, and a sequence of moves cannot cycle: the sorted list of capacities only ever rises.
     """
     options = options or RebalanceOptions()
@@ -121,11 +122,21 @@ def plan_moves(
         if len(free) < 2:
             break
         target = min(free, key=lambda stage: (capacities[stage], stage))
-        best = _best_move(movers, capacities, costs, [stage for stage in free if stage != target], target)
-        if best is None or not is_worth_it(capacities, sizes, best[1], costs, (best[0].source, target), options):
+        best: tuple[float, float, str] | None = None
+        for source in free:
+            if source == target or capacities[source] <= capacities[target]:
+                continue
+            for member in movers[source]:
+                gain = gain_of_move(capacities, member, costs, source, target)
+                order = (-gain, -capacities[source], member.peer_id)
+                if (best is None or order < best) and is_worth_it(
+                    capacities, sizes, member, costs, (source, target), options
+                ):
+                    best, move = order, PlannedMove(member.peer_id, source, target, gain)
+        if best is None:
             break
-        moves.append(best[0])
-        touched |= {best[0].source, target}
+        moves.append(move)
+        touched |= {move.source, target}
     return moves
 
 
@@ -154,25 +165,6 @@ def _movable_by_stage(
         if not member.pinned and now - member.since >= stay_s:
             movable[member.stage].append(member)
     return [peers if num_serving[stage] > options.min_left else [] for stage, peers in enumerate(movable)]
-
-
-def _best_move(
-    movers: Sequence[Sequence[Member]],
-    capacities: Sequence[float],
-    costs: Sequence[float],
-    sources: Sequence[int],
-    target: int,
-) -> tuple[PlannedMove, Member] | None:
-    """Among all peers of `sources`, the one that raises the weaker of the two stages most; ties by peer id."""
-    best: tuple[PlannedMove, Member] | None = None
-    for source in sources:
-        if capacities[source] <= capacities[target]:
-            continue
-        for member in movers[source]:
-            gain = gain_of_move(capacities, member, costs, source, target)
-            if best is None or (-gain, member.peer_id) < (-best[0].gain, best[1].peer_id):
-                best = PlannedMove(member.peer_id, source, target, gain), member
-    return best
 
 
 def choose_stage_for_newcomer(

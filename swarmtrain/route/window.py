@@ -45,6 +45,7 @@ class InFlightWindow:
         self._options = options or WindowOptions()
         self._size = float(self._options.initial)
         self._goal = self._size
+        self._floor = 0.0
         self._delay_sum = 0.0
         self._num_in_epoch = 0
         self._num_to_ignore = 0  # of those that were sent before the last change
@@ -53,21 +54,23 @@ class InFlightWindow:
     @property
     def size(self) -> int:
         """Microbatches that may be in flight now."""
-        return int(self._size)
+        return int(self._now())
 
     def at_least(self, size: int) -> int:
-        """The size, and never less than this one (two for every peer, say), whatever the maximum is."""
-        self._size = max(self._size, float(min(size, self._options.maximum)))
-        self._goal = max(self._goal, self._size)
+        """The size, and from now on never less than this one (two for every peer, say), whatever the maximum is."""
+        self._floor = float(min(size, self._options.maximum))
         return max(size, self.size)
+
+    def _now(self) -> float:
+        return max(self._size, self._floor)
 
     def finished(self, delay_s: float, queue_s: float | None = None) -> None:
         """A microbatch came back `delay_s` after it was sent on, `queue_s` of which it waited in others' queues."""
         base_s = delay_s - queue_s if queue_s is not None else delay_s
         self._delays.add(max(0.0, base_s))
-        if self._size < self._goal:
+        if self._now() < self._goal:
             # Two for each that comes back, not all at once: the first stage would do nothing else for a while.
-            self._size = min(self._goal, self._size + 1.0)
+            self._size = min(self._goal, self._now() + 1.0)
             self._num_to_ignore = self.size
         elif self._num_to_ignore > 0:
             self._num_to_ignore -= 1
@@ -81,16 +84,16 @@ class InFlightWindow:
 
     def lost(self) -> None:
         """A lease ran out: the delay is not known, but it was too long."""
-        self._aim_at(self._size * 0.75)
+        self._aim_at(self._now() * 0.75)
 
     def _end_epoch(self, delay_s: float, base_s: float) -> None:
         ratio = delay_s / base_s if base_s > 0.0 else 1.0
-        options = self._options
+        options, size = self._options, self._now()
         middle = 0.5 * (options.grow_below + options.shrink_above)
         if ratio < options.grow_below:
-            self._aim_at(max(self._size + 1.0, self._size * min(2.0, middle / ratio)))
+            self._aim_at(max(size + 1.0, size * min(2.0, middle / ratio)))
         else:
-            self._aim_at(self._size * max(0.5, middle / ratio) if ratio > options.shrink_above else self._size)
+            self._aim_at(size * max(0.5, middle / ratio) if ratio > options.shrink_above else size)
 
     def _aim_at(self, size: float) -> None:
         """Shrink at once, grow step by step."""

@@ -129,6 +129,36 @@ def test_several_equally_weak_stages_do_not_block_one_another() -> None:
     assert num_moves == 4
 
 
+def test_of_moves_that_gain_the_same_the_one_from_the_strongest_stage_is_looked_at() -> None:
+    """Every one of a hundred gains a hundredth: whose name comes first must not decide whether a gap is levelled."""
+    for first, second in (("a", "z"), ("z", "a")):
+        members = [Member(f"m{i}", 0, 1.0) for i in range(100)]
+        members += [Member(f"{first}{i}", 1, 1.0) for i in range(102)]
+        members += [Member(f"{second}{i}", 2, 1.0) for i in range(130)]
+        (move,) = plan_moves(members, [1.0] * 3, NOW)
+        assert (move.source, move.target) == (2, 0)
+
+
+def test_a_peer_too_large_to_be_worth_it_does_not_hide_the_smaller_ones() -> None:
+    members = [Member(f"a{i}", 0, 10.0) for i in range(10)]
+    members += [Member(f"large{i}", 1, 17.0) for i in range(2)] + [Member(f"small{i:02}", 1, 6.0) for i in range(15)]
+    (move,) = plan_moves(members, [1.0] * 2, NOW)
+    assert move.peer_id == "small00"
+
+
+@pytest.mark.parametrize(("num_stages", "per_stage"), [(4, 4), (4, 64), (16, 16), (16, 64), (64, 64)])
+def test_a_balanced_swarm_makes_no_moves_though_speeds_are_measured_with_an_error(
+    num_stages: int, per_stage: int
+) -> None:
+    """Of 5 % of each peer, anew at every look."""
+    rng = random.Random(num_stages * per_stage)
+    for _ in range(20):
+        members = [
+            Member(f"p{i}", i % num_stages, max(0.5, rng.gauss(1.0, 0.05))) for i in range(num_stages * per_stage)
+        ]
+        assert plan_moves(members, [1.0] * num_stages, NOW) == []
+
+
 def test_an_arriving_peer_counts_already_so_that_nobody_follows_it() -> None:
     members = [Member(f"a{i}", 0, 1.0) for i in range(4)] + [Member(f"b{i}", 1, 1.0) for i in range(2)]
     assert plan_moves(members, [1.0, 1.0], NOW)

@@ -321,11 +321,15 @@ def test_same_seed_same_picks() -> None:
 
 
 def test_estimates_of_vanished_peers_are_forgotten() -> None:
-    router = make_router([peer("stays")])
-    for number in range(200):
-        router.failed(f"ghost{number}", now=0.0)
+    ghosts = [f"ghost{number}" for number in range(200)]
+    router = make_router([peer(name) for name in ("stays", *ghosts)])
+    for name in ghosts:
+        router.succeeded(name, wire_s=1.0, queue_s=0.0, compute_s=1.0, now=0.0)
+        router.failed(name, now=0.0)
+    assert min(len(router._table.estimates), len(router._table.troubles)) == len(ghosts)
     router.update_peers([peer("stays")])
     assert len(router._table.estimates) <= 18
+    assert len(router._table.troubles) <= 18
 
 
 def test_an_unknown_policy_is_a_usage_error() -> None:

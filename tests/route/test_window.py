@@ -93,6 +93,13 @@ def test_a_floor_is_kept_and_the_window_goes_on_from_it() -> None:
     assert window.at_least(100) == 100
 
 
+def test_a_floor_that_falls_leaves_no_trace() -> None:
+    """As when a crowd came and went: what was learned counts again at once."""
+    window = InFlightWindow(WindowOptions(initial=8, maximum=64))
+    assert window.at_least(100) == 100
+    assert window.at_least(2) == 8
+
+
 def test_lost_leases_shrink_the_window_to_its_minimum() -> None:
     window = InFlightWindow(WindowOptions(initial=32, minimum=1))
     for _ in range(30):
