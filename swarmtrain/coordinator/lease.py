@@ -172,4 +172,4 @@ class Leases:
 
     def window(self) -> int:
         """Microbatches under way at once: two for every peer, one of which waits there; more where links are slow."""
-        return self._in_flight.at_least(2 * len(self._context.members.everybody()))
+        return max(self._in_flight.size, 2 * len(self._context.members.everybody()))

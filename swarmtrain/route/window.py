@@ -1,12 +1,10 @@
 """How many microbatches are kept in flight, and how long a lease may take.
 
 By Little's law, in flight = throughput x delay. Below saturation more in flight gives more throughput at the same
-delay; above it, only more delay. The window is chosen so that the whole delay is a certain multiple of the delay
-without queues. That multiple is high, because a pipeline of many equal stages needs deep queues to keep every
-processor busy: what is in flight wanders, is now in one stage and now in another, and no routing can pull it back.
-
-A change of the window shows in the delays only when all that was in flight before it has come back. With many stages
-that takes long, and whoever does not wait for it grows far beyond the mark.
+delay; above it, only more delay. The window grows while queueing is a moderate part of the delay, and shrinks when it
+is most of it. The thresholds are high because a pipeline of many equal stages needs deep queues to keep every processor
+busy: answers come back in bursts that no routing can smooth. With steps they are lower (`stepwise`), because what is in
+flight when a step ends comes back as a row of backwards, during which the first stage is not fully used.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
-
-MAX_SAMPLES = 256  # completions that are enough to judge by, or a quarter of those in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +21,13 @@ class WindowOptions:
     initial: int = 2
     minimum: int = 1
     maximum: int = 64
-    grow_below: float = 6.0
-    shrink_above: float = 8.0
+    grow_below: float = 4.0
+    shrink_above: float = 6.0
     base_memory: int = 256  # completions over which the delay without queues is remembered
 
 
 def stepwise(*, initial: int, maximum: int) -> WindowOptions:
-    """For work that ends together, step by step.
-
-    What is in flight when a step ends comes back as a row of backwards, during which the first stage is not fully used.
-    """
+    """For work that ends together, step by step."""
     return WindowOptions(initial=initial, maximum=maximum, grow_below=3.0, shrink_above=4.0)
 
 
@@ -44,64 +37,45 @@ class InFlightWindow:
     def __init__(self, options: WindowOptions | None = None) -> None:
         self._options = options or WindowOptions()
         self._size = float(self._options.initial)
-        self._goal = self._size
-        self._floor = 0.0
+        self._starting = True
         self._delay_sum = 0.0
         self._num_in_epoch = 0
-        self._num_to_ignore = 0  # of those that were sent before the last change
+        self._epoch_length = max(2, self._options.initial)
         self._delays = Quantiles(self._options.base_memory)
 
     @property
     def size(self) -> int:
         """Microbatches that may be in flight now."""
-        return int(self._now())
-
-    def at_least(self, size: int) -> int:
-        """The size, and from now on never less than this one (two for every peer, say), whatever the maximum is."""
-        self._floor = float(min(size, self._options.maximum))
-        return max(size, self.size)
-
-    def _now(self) -> float:
-        return max(self._size, self._floor)
+        return int(self._size)
 
     def finished(self, delay_s: float, queue_s: float | None = None) -> None:
         """A microbatch came back `delay_s` after it was sent on, `queue_s` of which it waited in others' queues."""
         base_s = delay_s - queue_s if queue_s is not None else delay_s
         self._delays.add(max(0.0, base_s))
-        if self._now() < self._goal:
-            # Two for each that comes back, not all at once: the first stage would do nothing else for a while.
-            self._size = min(self._goal, self._now() + 1.0)
-            self._num_to_ignore = self.size
-        elif self._num_to_ignore > 0:
-            self._num_to_ignore -= 1
-        else:
-            self._delay_sum += delay_s
-            self._num_in_epoch += 1
-        if self._num_in_epoch >= max(2, min(self.size, MAX_SAMPLES), self.size // 4):
+        self._delay_sum += delay_s
+        self._num_in_epoch += 1
+        if self._num_in_epoch >= self._epoch_length:
             # With queue times the base is the usual rest; without, the fastest tenth stands for an empty pipeline.
             base = self._delays.quantile(0.5 if queue_s is not None else 0.1)
             self._end_epoch(self._delay_sum / self._num_in_epoch, base)
 
     def lost(self) -> None:
         """A lease ran out: the delay is not known, but it was too long."""
-        self._aim_at(self._now() * 0.75)
+        self._starting = False
+        self._resize(self._size * 0.75)
 
     def _end_epoch(self, delay_s: float, base_s: float) -> None:
         ratio = delay_s / base_s if base_s > 0.0 else 1.0
-        options, size = self._options, self._now()
-        middle = 0.5 * (options.grow_below + options.shrink_above)
-        if ratio < options.grow_below:
-            self._aim_at(max(size + 1.0, size * min(2.0, middle / ratio)))
+        if ratio < self._options.grow_below:
+            self._resize(self._size * 2.0 if self._starting else self._size + max(1.0, 0.25 * self._size))
         else:
-            self._aim_at(size * max(0.5, middle / ratio) if ratio > options.shrink_above else size)
+            self._starting = False
+            self._resize(self._size * 0.875 if ratio > self._options.shrink_above else self._size)
 
-    def _aim_at(self, size: float) -> None:
-        """Shrink at once, grow step by step."""
-        self._goal = min(max(size, float(self._options.minimum)), float(self._options.maximum))
-        if int(self._goal) < self.size:
-            self._num_to_ignore = self.size
-        self._size = min(self._size, self._goal)
+    def _resize(self, size: float) -> None:
+        self._size = min(max(size, float(self._options.minimum)), float(self._options.maximum))
         self._delay_sum, self._num_in_epoch = 0.0, 0
+        self._epoch_length = max(2, int(self._size))
 
 
 class LeaseDeadlines:

