@@ -65,7 +65,7 @@ def _update_free(state: StageState, slot: Slot, gradient_sum: Tensor, scale: flo
         root = second.sqrt().mul_(factors.root_correction).add_(factors.epsilon)
         if slot.spec.decays:
             parameter.mul_(factors.decay)
-        parameter.sub_(first.div(root).mul_(factors.rate))
+        parameter.sub_(first.div(root).mul_(factors.rate * slot.spec.rate))
 
 
 def _update_in_subspace(state: StageState, slot: Slot, gradient_sum: Tensor, scale: float, factors: _Factors) -> None:
@@ -83,7 +83,7 @@ def _update_in_subspace(state: StageState, slot: Slot, gradient_sum: Tensor, sca
     root = second.sqrt().mul_(factors.root_correction).add_(factors.epsilon)
     if slot.spec.decays:
         parameter.mul_(factors.decay)
-    parameter.sub_(first.div(root if hidden_first else root.unsqueeze(1)).mul_(factors.rate))
+    parameter.sub_(first.div(root if hidden_first else root.unsqueeze(1)).mul_(factors.rate * slot.spec.rate))
 
 
 def project_gradient(state: StageState, gradient_sum: Tensor) -> None:

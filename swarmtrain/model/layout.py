@@ -17,6 +17,7 @@ from swarmtrain.run.manifest import Manifest, split_layers
 EMBEDDING = "embedding.weight"
 HEAD = "head.weight"
 GRAM = "tracking.gram"
+MAPS_RATE = 0.1  # of encoders and decoders: everything that crosses passes through them, and so does their steps' noise
 
 
 class Role(Enum):
@@ -40,6 +41,7 @@ class TensorSpec:
     spread: float  # standard deviation at init; 0 means filled with ones (norm gains)
     role: Role = Role.FREE
     decays: bool = True
+    rate: float = 1.0  # times the run's learning rate
 
     @property
     def num_elements(self) -> int:
@@ -105,8 +107,8 @@ def _plan_stage(manifest: Manifest, index: int, layers: range) -> StagePlan:
         in_tail = layer >= layers.stop - num_tail
         tensors += _block(manifest, layer, constrained=not in_tail and manifest.has_subspace)
     if not is_last and manifest.boundary.kind == "learned":
-        shape = (manifest.boundary.k, manifest.model.hidden_size)
-        tensors.append(TensorSpec(f"boundaries.{index}.encoder.weight", shape, 1.0, Role.ENCODER, decays=False))
+        shape, name = (manifest.boundary.k, manifest.model.hidden_size), f"boundaries.{index}.encoder.weight"
+        tensors.append(TensorSpec(name, shape, 1.0, Role.ENCODER, decays=False, rate=MAPS_RATE))
     if is_last:
         tensors.append(_gain("final_norm.weight", manifest.model.hidden_size))
         if not manifest.model.tie_embeddings:
@@ -131,9 +133,10 @@ def _embedding(manifest: Manifest) -> TensorSpec:
 
 def _decoder(manifest: Manifest, boundary: int) -> list[TensorSpec]:
     """What turns k numbers and a token id back into h. The factored anchor starts at zero: its token side does."""
-    d, rank, prefix = manifest.model.hidden_size, manifest.boundary.anchor_rank, f"boundaries.{boundary}."
+    d, k, rank = manifest.model.hidden_size, manifest.boundary.k, manifest.boundary.anchor_rank
+    prefix = f"boundaries.{boundary}."
     return [
-        TensorSpec(prefix + "decoder.weight", (d, manifest.boundary.k), 1.0, Role.DECODER, decays=False),
+        TensorSpec(prefix + "decoder.weight", (d, k), 1.0, Role.DECODER, decays=False, rate=MAPS_RATE),
         TensorSpec(prefix + "anchor_tokens.weight", (manifest.model.vocab_size, rank), 0.01, decays=False),
         TensorSpec(prefix + "anchor_directions.weight", (d, rank), rank**-0.5, decays=False),
     ]

@@ -61,6 +61,13 @@ def test_boundaries_start_as_the_run_s_subspace() -> None:
         assert torch.equal(parameters[f"boundaries.{boundary}.encoder.weight"], basis.T)
 
 
+def test_encoders_and_decoders_and_nothing_else_learn_at_a_tenth_of_the_rate() -> None:
+    rates = {spec.name: spec.rate for plan in plan_stages(tiny(LEARNED)) for spec in plan.tensors}
+    slow = {f"boundaries.{boundary}.{side}.weight" for boundary in range(3) for side in ("encoder", "decoder")}
+    assert {name for name, rate in rates.items() if rate == 0.1} == slow
+    assert {rate for name, rate in rates.items() if name not in slow} == {1.0}
+
+
 def test_only_k_numbers_per_token_cross() -> None:
     chain = Chain(tiny(LEARNED))
     passes = chain.forward(some_tokens(chain.manifest))

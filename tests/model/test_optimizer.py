@@ -12,7 +12,7 @@ from torch import Tensor
 from swarmtrain.model.adamw import apply_adamw, project_gradient
 from swarmtrain.model.buffers import Slot
 from swarmtrain.model.initial import draw_normal
-from swarmtrain.model.layout import Role
+from swarmtrain.model.layout import MAPS_RATE, Role
 from swarmtrain.model.state import StageState
 from swarmtrain.model.subspace import projected
 from swarmtrain.run.manifest import OptimizerSection
@@ -34,25 +34,25 @@ def leak(role: Role, tensor: Tensor, basis: Tensor) -> float:
     return relative(tensor, projected(role, tensor, basis))
 
 
-def test_free_tensors_follow_torch_adamw() -> None:
-    state = StageState(tiny("boundary.kind=dense", "stages.count=1"), 0, dtype=torch.float64)
+@pytest.mark.parametrize(("kind", "stages", "rates"), [("dense", 1, {1.0}), ("learned", 4, {1.0, MAPS_RATE})])
+def test_free_tensors_follow_torch_adamw(kind: str, stages: int, rates: set[float]) -> None:
+    manifest = tiny(f"boundary.kind={kind}", f"stages.count={stages}")
+    state = StageState(manifest, stages // 2, dtype=torch.float64)
     section = state.manifest.optimizer
+    assert {slot.spec.rate for slot in state.slots} == rates
+    assert {slot.spec.decays for slot in state.slots} == {True, False}
     twins = {slot.spec.name: state.view(slot.spec.name).clone().requires_grad_(True) for slot in state.slots}
-    decaying = [twins[slot.spec.name] for slot in state.slots if slot.spec.decays]
-    others = [twins[slot.spec.name] for slot in state.slots if not slot.spec.decays]
-    assert decaying
-    assert others
-    oracle = torch.optim.AdamW(
-        [{"params": decaying, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        betas=(section.beta1, section.beta2),
-        eps=section.epsilon,
-    )
+    groups = [
+        {"params": [twins[slot.spec.name]], "weight_decay": section.weight_decay if slot.spec.decays else 0.0}
+        for slot in state.slots
+    ]
+    oracle = torch.optim.AdamW(groups, betas=(section.beta1, section.beta2), eps=section.epsilon)
     for step in range(20):
         gradient, rate = gradient_of_step(state, step), 1e-2 / (1 + step)
         for slot in state.slots:
             twins[slot.spec.name].grad = (gradient[slot.span] * 0.25).view(slot.spec.shape).clone()
-        for group in oracle.param_groups:
-            group["lr"] = rate
+        for slot, group in zip(state.slots, oracle.param_groups, strict=True):
+            group["lr"] = rate * slot.spec.rate
         oracle.step()
         apply_adamw(state, gradient, 0.25, rate)
     assert state.step == 20
