@@ -18,6 +18,7 @@ from swarmtrain.route.views import Offer
 
 BEST_LINK_FORGETTING = 0.005  # per measurement
 MAX_DRAWS = 8
+MAX_KNOWN = 256  # peers that a sender remembers; of a larger stage, those it met last
 
 
 class FinishTimePolicy:
@@ -98,9 +99,12 @@ class FinishTimePolicy:
 
     def estimate(self, peer_id: str) -> PeerEstimate:
         """A newcomer's clock starts at the virtual time."""
-        known = self._table.estimates.get(peer_id)
+        estimates = self._table.estimates
+        known = estimates.get(peer_id)
         if known is None:
-            known = self._table.estimates[peer_id] = PeerEstimate(clock=self._virtual_time)
+            if len(estimates) >= MAX_KNOWN:
+                del estimates[next(iter(estimates))]  # what was measured so long ago says no more than its record
+            known = estimates[peer_id] = PeerEstimate(clock=self._virtual_time)
         return known
 
     def back_off_s(self, strikes: int) -> float:

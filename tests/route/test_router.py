@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from swarmtrain.errors import UsageError
 from swarmtrain.route.estimate import STALL_HALF_LIFE_S
+from swarmtrain.route.finish_time import MAX_KNOWN
 from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import LinkView, PeerView, StageSnapshot
@@ -330,6 +331,14 @@ def test_estimates_of_vanished_peers_are_forgotten() -> None:
     router.update_peers([peer("stays")])
     assert len(router._table.estimates) <= 18
     assert len(router._table.troubles) <= 18
+
+
+def test_a_sender_remembers_a_bounded_number_of_peers_and_still_asks_all() -> None:
+    router = make_router([peer(f"p{number}") for number in range(1000)])
+    picks = Counter(router.pick(1.0).peer_id for _ in range(20_000))  # type: ignore[union-attr]
+    assert len(router._table.estimates) == MAX_KNOWN
+    assert len(picks) == 1000
+    assert max(picks.values()) <= 3 * 20
 
 
 def test_an_unknown_policy_is_a_usage_error() -> None:
