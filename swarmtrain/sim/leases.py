@@ -14,9 +14,6 @@ from swarmtrain.sim.pipeline import DRAINING_RETRY_S, NOBODY_RETRY_S, Pipeline, 
 
 MIN_IN_FLIGHT = 4
 LEASE_BYTES = 16e3  # tokens: nothing beside a boundary tensor
-# Without steps: leases per second, relative to what the weakest stage can do by its records. Whatever begins together
-# stays together, forwards first and then backwards, and rolls through the stages as a wave for many minutes.
-PACE = 1.05
 
 
 class Leases:
@@ -41,8 +38,6 @@ class Leases:
         self.homeless: list[Microbatch] = []  # their owners were lost: they go first
         self._waiting: Counter[int] = Counter()  # of each peer of stage 0: leases whose forward it has not done yet
         self._retry_at = -1.0
-        self._paced_until = 0.0  # without steps: when the next lease is due
-        self._wakes_at = -1.0
 
     def refresh(self) -> None:
         """The directory has new records."""
@@ -56,8 +51,6 @@ class Leases:
     def fill(self) -> None:
         """Start microbatches while there are any and the window has room: at least two for every peer."""
         while self._has_next() and self._world.engine.now >= self._retry_at:
-            if not self._is_due():
-                return
             owner = self._choose()
             if owner is None:
                 return
@@ -94,21 +87,11 @@ class Leases:
         if self._waiting[owner.number] > 0:
             self._waiting[owner.number] -= 1
         # When everybody had enough, the one that has room now gets the next, and nobody else need be looked at.
-        if now < self._retry_at and self._has_next() and self._is_due() and owner.state == "serving":
+        if now < self._retry_at and self._has_next() and owner.state == "serving":
             self._router.pick(LEASE_BYTES, now, prefer=(owner.peer_id,))  # charges its clock
             self._give(owner)
         else:
             self.fill()
-
-    def _is_due(self) -> bool:
-        """Whether the pace allows another lease now; if not, it is looked at again when it does."""
-        engine = self._world.engine
-        if self._world.scenario.batch or self.homeless or engine.now >= self._paced_until:
-            return True
-        if self._wakes_at <= engine.now:
-            self._wakes_at = self._paced_until
-            engine.at(self._wakes_at, self.fill)
-        return False
 
     def _has_next(self) -> bool:
         if self.homeless:
@@ -120,9 +103,6 @@ class Leases:
         if self.homeless:
             microbatch = self.homeless.pop()
         else:
-            now = self._world.engine.now
-            rate = PACE * min(self._world.directory.capacities)
-            self._paced_until = max(now, self._paced_until) + (1.0 / rate if rate > 0.0 else 0.0)
             self._unleased -= 1
             self._in_flight += 1
             self.num_given += 1

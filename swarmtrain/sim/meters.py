@@ -21,6 +21,7 @@ class Meters:
         self.events: Counter[str] = Counter()
         self.finished_in_bin: Counter[int] = Counter()
         self.num_finished = 0
+        self.stages_done = 0.0  # one for a stage's forward and backward of one microbatch
         self.delay_sum_s = 0.0
         self.queue_sum_s = 0.0
         self.bytes_sent = 0.0
@@ -42,6 +43,11 @@ class Meters:
             self.num_finished += 1
             self.delay_sum_s += now - microbatch.started_at
             self.queue_sum_s += microbatch.queue_s
+
+    def worked(self, share: float, now: float) -> None:
+        """This part of one stage's work for one microbatch is done."""
+        if now >= self.warmup_s:
+            self.stages_done += share
 
     def sent(self, num_bytes: float, now: float) -> None:
         """Bytes put on the wire."""

@@ -22,6 +22,7 @@ from swarmtrain.sim.scenario import Scenario
 NOBODY_RETRY_S = 2.0  # until the directory is asked again when a stage seems to have no peers
 DRAINING_RETRY_S = 30.0  # a peer that drains is not asked again before its record says something else
 CONNECT_TIMEOUT_S = 3.0
+FORWARD_SHARE = 1.0 / 3.0  # of a stage's work for a microbatch
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Pipeline:
         owner.held[microbatch] = 0
         microbatch.route[0] = owner
         microbatch.token[0] += 1
-        microbatch.computed[0] = False
+        self._lose_work(microbatch, 0)
         self._enqueue(owner, Job(FORWARD, microbatch, 0, microbatch.token[0], self.engine.now, self.engine.now))
 
     def replay_piece(self, stage: int, peer: SimPeer) -> None:
@@ -131,8 +132,14 @@ class Pipeline:
             caller.router.failed(gone.peer_id)
         self.meters.count("replays after a move" if planned else "replays after a loss", self.engine.now)
         microbatch.route[stage] = None
-        microbatch.computed[stage] = False
+        self._lose_work(microbatch, stage)
         self._send(microbatch, stage, caller)
+
+    def _lose_work(self, microbatch: Microbatch, stage: int) -> None:
+        """What was done for it in this stage will be computed again, and counts once."""
+        if microbatch.computed[stage]:
+            self.meters.worked(-1.0 if microbatch.ready[stage] else -FORWARD_SHARE, self.engine.now)
+        microbatch.computed[stage] = microbatch.ready[stage] = False
 
     # -- forward
 
@@ -154,7 +161,7 @@ class Pipeline:
             return
         peer = self.world.by_id[pick.peer_id]
         microbatch.route[stage] = peer
-        microbatch.computed[stage] = microbatch.ready[stage] = False
+        self._lose_work(microbatch, stage)
         microbatch.answered[stage] = -1
         microbatch.token[stage] += 1
         token = microbatch.token[stage]
@@ -247,11 +254,16 @@ class Pipeline:
             return
         job = peer.pop()
         peer.busy = True
-        share = 1.0 if job.stage == self.last or job.kind == REPLAY else (1.0, 2.0)[job.kind == BACKWARD] / 3.0
-        seconds = share * self._costs[job.stage] / peer.speed
+        seconds = self._share(job) * self._costs[job.stage] / peer.speed
         if self._jitter:
             seconds *= max(0.2, self._gauss(1.0, self._jitter))
         engine.at(engine.now + seconds, self._computed, peer, job, engine.now, peer.incarnation)
+
+    def _share(self, job: Job) -> float:
+        """Of a stage's work for a microbatch: backward is twice a forward; the last stage does both in one."""
+        if job.stage == self.last or job.kind == REPLAY:
+            return 1.0
+        return 1.0 - FORWARD_SHARE if job.kind == BACKWARD else FORWARD_SHARE
 
     def _computed(self, peer: SimPeer, job: Job, began_at: float, incarnation: int) -> None:
         now = self.engine.now
@@ -269,6 +281,8 @@ class Pipeline:
         else:
             again = microbatch.ready[stage] or (job.kind == FORWARD and microbatch.computed[stage])
             self.meters.spent("wasted" if again else "useful", began_at, now)
+            if not again:
+                self.meters.worked(self._share(job), now)
             microbatch.queue_s += began_at - job.arrived_at
             if job.kind == FORWARD:
                 self._forward_done(microbatch, stage, peer, job, began_at)

@@ -38,7 +38,7 @@ class Result:
     """What one run gave. Rates are microbatches per second; everything is measured after the warm-up."""
 
     scenario: Scenario
-    throughput: float
+    throughput: float  # by the work that was done; so what fills up or runs empty meanwhile does not count
     bound: float
     assigned: float
     mean_delay_s: float
@@ -139,7 +139,7 @@ class Simulation:
         num_finished = max(1, meters.num_finished)
         return Result(
             scenario=self.scenario,
-            throughput=meters.num_finished / measured_s,
+            throughput=meters.stages_done / self.scenario.num_stages / measured_s,
             bound=sum(sample.bound for sample in samples) / len(samples),
             assigned=sum(sample.capacity for sample in samples) / len(samples),
             mean_delay_s=meters.delay_sum_s / num_finished,

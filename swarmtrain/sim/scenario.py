@@ -61,7 +61,7 @@ class Scenario:
     batch: int = 0  # microbatches per optimizer step; 0: no steps, an endless stream
     # What every peer sends, and receives, when a step's gradient is reduced: for each stage, or one for all.
     gradient_bytes: tuple[float, ...] = ()
-    queue_limit: int = 8  # forward jobs a peer accepts before it says BUSY; the daemons: 64 jobs
+    queue_limit: int = 64  # forward jobs a peer accepts before it says BUSY, as the daemons
     job_order: str = "fifo"  # of a peer's processor; the daemons do backwards first
     window_maximum: int = 0  # microbatches under way at most; 0: see `window_limit`
 
