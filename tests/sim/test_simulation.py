@@ -137,15 +137,12 @@ def test_time_is_accounted_for_completely() -> None:
 
 def test_steps_end_and_lost_pieces_are_computed_again() -> None:
     base = SMALL.with_(batch=60, mean_life_s=400.0, mean_absence_s=100.0, download_s=10.0, gradient_bytes=(1e7,))
-    num_steps = []
     for seed in range(6):
         finished, _, result = all_finished_microbatches(base.with_(seed=seed))
-        num_steps.append(result.num_steps)
-        assert result.num_steps >= 1
+        assert result.num_steps >= 3
         assert result.events["pieces computed again"] > 0
         assert len(finished) >= 60 * result.num_steps
         assert result.seconds["wasted"] > 0.0
-    assert sum(num_steps) >= 3 * len(num_steps)  # machines stay 400 s: one seed may be unlucky
 
 
 def test_a_trace_is_followed() -> None:
