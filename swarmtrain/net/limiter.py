@@ -175,6 +175,7 @@ class RateLimiter:
         clock: Callable[[], float] = time.monotonic,
         schedule: Schedule = _schedule_on_running_loop,
     ) -> None:
+        self.max_up_bytes_per_s, self.max_down_bytes_per_s = max_up_bytes_per_s, max_down_bytes_per_s
         self.up = TokenBucket(_without_headers(max_up_bytes_per_s), clock=clock, schedule=schedule)
         self.down = TokenBucket(_without_headers(max_down_bytes_per_s), clock=clock, schedule=schedule)
 

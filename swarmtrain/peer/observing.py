@@ -179,7 +179,7 @@ class PeerObserver:
     def _capped_by(self) -> str:
         context = self._context
         if self._limiter.up.num_waiting:
-            return f"the upload cap of {8 * (self._limiter.up.rate_bytes_per_s or 0.0):,.0f} bit/s holds messages back"
+            return f"the upload cap of {8 * (self._limiter.max_up_bytes_per_s or 0.0):,.0f} bit/s holds messages back"
         if context.ledger.num_bytes() > context.max_ledger_bytes:
             return f"the ledger is full: {context.max_ledger_bytes / 1e6:,.0f} MB"
         return ""

@@ -79,7 +79,7 @@ def test_quick_peers_die_and_one_with_a_slow_line_is_left(prometheus: Prometheus
         lambda: bool(prometheus.query("count_over_time(swarmtrain_run_tokens_per_second[60s] offset 5s) > 5")),
         "there is something to compare with",
     )
-    slow = swarm.start_peer(0, "--max-up", "30kbit", *METRICS)
+    slow = swarm.start_peer(0, "--max-up", "40kbit", *METRICS)
     swarm.wait_serving(slow)
     for quick in swarm.peers[:2]:
         quick.kill()
