@@ -1,9 +1,9 @@
 """A second attempt for what only was too slow.
 
-Some hundred tests run real daemons against deadlines, on two cores. `--second-attempt` (scripts/test gives it) runs the
-files of at most two that missed one again, alone, when everything else is over, and says so. Whatever failed otherwise
-is final: a result that differs, a wrong number, a fault of the page, books that do not balance. So are long tests and
-tests without daemons.
+Some hundred tests run real daemons against deadlines, on two cores, two at a time. `--second-attempt` (scripts/test
+gives it) runs the files of at most two that missed one again, alone, when everything else is over, and says so.
+Whatever failed otherwise is final: a result that differs, a wrong number, a fault of the page, books that do not
+balance. So are long tests and tests without daemons.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from side_by_side import is_worker
 
 MOST_REPEATED = 2
 
@@ -33,26 +33,34 @@ class SecondAttempt:
     """Remembers what failed; runs it again in the end."""
 
     def __init__(self) -> None:
-        self._failed: dict[str, Path] = {}
+        self._failed: set[str] = set()
         self._is_final = False
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+        """Where the test runs, maybe in a process of its own: the report takes along what the end must know."""
         report = yield
         if report.failed:
             assert call.excinfo is not None
-            self._failed[item.nodeid] = item.path
             is_short = item.get_closest_marker("swarm") is not None and item.get_closest_marker("long") is None
-            self._is_final |= not (is_short and was_too_slow(call.excinfo.value))
+            report.missed_deadline = is_short and was_too_slow(call.excinfo.value)
         return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Where all reports arrive."""
+        if report.failed:
+            self._failed.add(report.nodeid)
+            self._is_final |= not getattr(report, "missed_deadline", False)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, None, None]:
         yield
-        if exitstatus != pytest.ExitCode.TESTS_FAILED or self._is_final or not 0 < len(self._failed) <= MOST_REPEATED:
+        if is_worker(session.config) or exitstatus != pytest.ExitCode.TESTS_FAILED or self._is_final:
+            return
+        if not 0 < len(self._failed) <= MOST_REPEATED:
             return
         print("\nsecond attempt, alone:", *sorted(self._failed), sep="\n  ", flush=True)
-        files = sorted({str(path) for path in self._failed.values()})
+        files = sorted({name.split("::")[0] for name in self._failed})
         again = [sys.executable, "-m", "pytest", "-m", "not long", *files]
         if subprocess.run(again, cwd=session.config.rootpath, env=dict(os.environ), check=False).returncode == 0:
             print("passed at the second attempt; look at the failures above", flush=True)

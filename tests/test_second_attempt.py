@@ -24,23 +24,29 @@ def test_daemons():
         raise {error}
 """
 BROKEN = "import pytest\n@pytest.mark.swarm\ndef test_daemons():\n    raise TimeoutError\n"
+DIES = "import os, pytest\n@pytest.mark.swarm\ndef test_daemons():\n    os._exit(1)\n"
 UNMARKED = SLOW_ONCE.replace("@pytest.mark.swarm", "")
+SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")  # as scripts/test has it
 
 
-def suite(place: Path, *files: str, second_attempt: bool = True) -> subprocess.CompletedProcess[str]:
+def suite(
+    place: Path, *files: str, second_attempt: bool = True, flags: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run these test files with the project's plugin."""
     for number, text in enumerate(files):
         (place / f"test_{number}.py").write_text(text)
     (place / "conftest.py").write_text('pytest_plugins = ("second_attempt",)')
     settings = f'[pytest]\npythonpath = "{TESTS}"\nmarkers =\n  swarm: x\n  long: x\n'
     (place / "pytest.ini").write_text(settings)
-    flag = ["--second-attempt"] if second_attempt else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flag, str(place)]
+    flags = (*flags, "--second-attempt") if second_attempt else flags
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags, str(place)]
     return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_what_was_too_slow_once_is_run_again_and_shown(tmp_path: Path) -> None:
-    found = suite(tmp_path, SLOW_ONCE.format(error="TimeoutError('too slow')"), "def test_more():\n    pass\n")
+@pytest.mark.parametrize("flags", [(), SIDE_BY_SIDE], ids=["one process", "side by side"])
+def test_what_was_too_slow_once_is_run_again_and_shown(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    more = "def test_more():\n    pass\n"
+    found = suite(tmp_path, SLOW_ONCE.format(error="TimeoutError('too slow')"), more, flags=flags)
     assert found.returncode == 0
     assert "TimeoutError: too slow" in found.stdout
     assert "second attempt, alone:" in found.stdout
@@ -61,6 +67,16 @@ def test_everything_else_fails_the_suite(tmp_path: Path, files: list[str]) -> No
     found = suite(tmp_path, *files)
     assert found.returncode == 1
     assert "passed at the second attempt" not in found.stdout
+
+
+@pytest.mark.parametrize(
+    "error", [SLOW_ONCE.format(error="AssertionError('other bits')"), DIES], ids=["a wrong result", "a dead process"]
+)
+def test_side_by_side_a_wrong_result_and_a_dead_process_are_final(tmp_path: Path, error: str) -> None:
+    found = suite(tmp_path, error, flags=SIDE_BY_SIDE)
+    assert found.returncode == 1
+    assert "1 failed" in found.stdout
+    assert "second attempt" not in found.stdout
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from runs import SMALL, small, train
 
 from swarmtrain.checkpoint import Checkpoint, complete, open_checkpoint
 
-from .programs import DEADLINE_S, assert_one_line, environment, json_lines, run, started, until_step
+from .programs import DEADLINE_S, assert_one_line, call, environment, json_lines, run, started, until_step
 
 # Ends in a process that hangs in the middle of writing its second checkpoint, and says so.
 HANG_WHILE_WRITING = """
@@ -86,7 +86,7 @@ def test_killed_while_writing_a_checkpoint_it_resumes_from_the_one_before(
     (partial,) = (out / "checkpoints").glob(".partial-*")
     assert any(partial.iterdir())  # the fault happened: a half-written checkpoint is there
     assert [path.name for path in complete(out / "checkpoints")] == ["step-00000010"]
-    resumed = run(*arguments(out, 10))
+    resumed = call(*arguments(out, 10))
     assert json_lines(resumed.out)[0]["step"] == 11
     assert weights(open_checkpoint(out)) == undisturbed[10]
     assert not list((out / "checkpoints").glob(".partial-*"))
@@ -121,9 +121,9 @@ def test_two_trainers_do_not_share_a_directory(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with started(*arguments(out, 5, steps=10**6)) as first:
         until_step(first, 1)
-        line = assert_one_line(run(*arguments(out, 5, steps=10**6)), 2, "ST-USAGE")
+        line = assert_one_line(call(*arguments(out, 5, steps=10**6)), 2, "ST-USAGE")
         assert "in use" in line
         until_step(first, 6)  # the first goes on as if nothing had happened
     assert open_checkpoint(out).step >= 5
-    again = run(*arguments(out, 5, steps=10**6), "--set", "seed=8")  # free again; and it is another run
+    again = call(*arguments(out, 5, steps=10**6), "--set", "seed=8")  # free again; and it is another run
     assert_one_line(again, 7, "ST-CHECKPOINT")

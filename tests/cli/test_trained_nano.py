@@ -19,7 +19,7 @@ from swarmtrain.run.presets import preset
 from .conftest import NANO_DEADLINE_S, NanoRun
 from .programs import call, json_lines, run
 
-pytestmark = pytest.mark.timeout(NANO_DEADLINE_S + 120)
+pytestmark = [pytest.mark.early, pytest.mark.timeout(NANO_DEADLINE_S + 120)]
 
 
 def bigram_loss() -> float:
