@@ -15,7 +15,7 @@ from typing import cast
 from swarmtrain.chain.neighbours import Neighbours
 from swarmtrain.net.errors import CallRefused, CallTimeout, NetError, PeerUnreachable, Refusal
 from swarmtrain.net.node import Node
-from swarmtrain.route.views import Pick
+from swarmtrain.route.views import HUNGRY, Pick
 from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Work
 from swarmtrain.wire.schema import Message
 
@@ -37,6 +37,7 @@ class Counters:
 
     sent: int = 0
     answered: int = 0
+    fed: int = 0  # calls that went to a peer because it said that it runs out of work
     rerouted: dict[str, int] = field(default_factory=dict)  # by cause
 
     def reroute(self, cause: str) -> None:
@@ -149,6 +150,7 @@ class Dispatcher:
                     on_progress(item)
 
         self.counters.sent += 1
+        self.counters.fed += pick.why == HUNGRY
         try:
             call = self._node.call(peer_id, request, ends_at - started, progress, expect=Done)
             done = await watch.run(call)

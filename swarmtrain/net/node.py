@@ -276,6 +276,10 @@ class Node:
         neighbour = self._neighbours.get(peer_id)
         return neighbour.meter.estimate(sum(link.backlog_bytes for link in neighbour.links))
 
+    def backlog_bytes(self) -> int:
+        """What waits to be sent, to anybody."""
+        return sum(link.backlog_bytes for link in self._neighbours.links())
+
     def set_prior(self, peer_id: str, up_bytes_per_s: float) -> None:
         """What the directory says about the rate to a peer; used until something was measured."""
         self._neighbours.get(peer_id).meter.up.set_prior(up_bytes_per_s)

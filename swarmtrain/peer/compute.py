@@ -1,7 +1,8 @@
 """The compute thread: it alone touches the stage's tensors, in the order of a priority queue.
 
 Step work (prepare, apply) before backward before forward before validation; within one kind the older microbatch
-first. So a stage drains before it fills, and queues stay short.
+first. So a stage drains before it fills, and queues stay short. When a pass begins or ends and nothing else waits, the
+thread says so.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class Kind(IntEnum):
     def rank(self) -> int:
         """Lower runs first; messages are looked at in turn with step work."""
         return Kind.STEP if self is Kind.MESSAGE else self
+
+
+PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD})
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class ComputeThread:
         self._changed = threading.Condition()
         self._stopping = False
         self.times = ComputeTimes()
+        self.on_running_out: Callable[[], None] = _nobody_cares  # called on the loop
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
@@ -143,12 +148,15 @@ class ComputeThread:
                 if self._stopping:
                     return
                 job = heapq.heappop(self._jobs)
+                is_last = not self._jobs and job.kind in PASSES
             began = time.perf_counter()
             self.times.idle_s += began - waited_from
             if job.future.cancelled():
                 self.split.end(Part.QUEUE)
                 continue
             self.split.take()
+            if is_last:
+                self._loop.call_soon_threadsafe(self.on_running_out)
             try:
                 value, error = job.work(), None
             except BaseException as caught:
@@ -159,6 +167,12 @@ class ComputeThread:
             self.split.end(Part.COMPUTE)
             self.times.add(job.kind, run_s)
             self._loop.call_soon_threadsafe(_deliver, job, value, error, began - job.submitted, run_s)
+            if job.kind in PASSES and not self._jobs:
+                self._loop.call_soon_threadsafe(self.on_running_out)
+
+
+def _nobody_cares() -> None:
+    pass
 
 
 def _deliver(job: _Job, value: object, error: BaseException | None, queue_s: float, run_s: float) -> None:

@@ -15,7 +15,7 @@ from swarmtrain.net.node import Node
 from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.split import MicrobatchTimes
 from swarmtrain.observe.word import Word
-from swarmtrain.peer.compute import ComputeThread
+from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.jobs import StageJobs
 from swarmtrain.peer.ledger import Ledger
 from swarmtrain.run.manifest import Manifest
@@ -111,6 +111,13 @@ class PeerContext:
         """This peer as a part of a route."""
         return Hop(self.stage, self.node.peer_id, self.incarnation)
 
+    @property
+    def load_s(self) -> float:
+        """Both passes of everything that is not answered yet."""
+        times = self.compute.times
+        both_s = times.typical_s(Kind.FORWARD) + times.typical_s(Kind.BACKWARD)
+        return both_s * sum(entry.answer is None for entry in self.ledger)
+
     def refuse(self, code: Code, text: str = "", retry_after_s: float = 0.0) -> Refusal:
         """A counted refusal, to be raised."""
         self.counters.refused[code.value] = self.counters.refused.get(code.value, 0) + 1
@@ -140,6 +147,12 @@ class PeerContext:
             except TimeoutError:
                 raise self.refuse(Code.BEHIND, f"term {term} is not known here", retry_after_s=0.5) from None
         self._check_term(term)
+
+    def check_hint(self, run: str, stage: int) -> None:
+        """Refuse what does not come from the next stage of this run."""
+        self._check_run(run, None)
+        if self.dispatcher is None or stage != self.stage + 1:
+            raise self.refuse(Code.WRONG_STAGE, f"this peer serves stage {self.stage}")
 
     async def enter_term(self, term: int) -> None:
         """The coordinator's word."""

@@ -50,6 +50,7 @@ from swarmtrain.wire.messages import (
     FetchBasis,
     FetchDigests,
     FetchState,
+    Hungry,
     Leave,
     Part,
     Prepare,
@@ -192,7 +193,9 @@ class PeerDaemon:
             seat, options, link, steps, syncing, observer, leave=self.leave, say_phase=self._say_phase
         )
         announcing = Announcing(seat, options, joined.directory, joined.host, link)
-        self._handlers = _handlers(Microbatches(context), steps, syncing, enrolling)
+        microbatches = Microbatches(context)
+        stack.push_async_callback(microbatches.hunger.close)
+        self._handlers = _handlers(microbatches, steps, syncing, enrolling)
         await self._control(stack, seat, observer)
         enrolling.metrics_at = await self._serve_metrics(stack, observer)
         return _Settled(seat, enrolling, announcing, observer)
@@ -284,6 +287,7 @@ def _handlers(
     """Who answers what."""
     return {
         Work: microbatches.work,
+        Hungry: microbatches.hungry,
         Replay: microbatches.replay,
         Prepare: steps.prepare,
         Part: steps.part,

@@ -24,9 +24,10 @@ from swarmtrain.observe.split import Part
 from swarmtrain.peer.codecs import BadTensor, WrongPartner
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.peer.hunger import Hunger
 from swarmtrain.peer.jobs import Outcome, StaleWork
 from swarmtrain.peer.ledger import Entry, Raw
-from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Replay, Work
+from swarmtrain.wire.messages import Acknowledged, Code, Done, Hop, Hungry, Phase, Progress, Replay, Work
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Microbatches:
     def __init__(self, context: PeerContext) -> None:
         self._context = context
         self._listeners: dict[int, set[Exchange]] = {}
+        self.hunger = Hunger(context)
 
     async def work(self, work: Work, exchange: Exchange) -> Done:
         """Have a microbatch done. Asked again for a finished one, answers from the ledger."""
@@ -70,6 +72,7 @@ class Microbatches:
             entry.hops = {hop.stage: hop for hop in work.hints}
             entry.generation = context.jobs.generation
             entry.caller = exchange.peer_id
+            self.hunger.fed_by(exchange.peer_id)
             entry.caller_busy_until = asyncio.get_running_loop().time() + work.backlog_s
             deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
             entry.task = asyncio.create_task(self._serve(entry, work, deadline_s), name=f"microbatch {work.microbatch}")
@@ -120,6 +123,14 @@ class Microbatches:
             Kind.MESSAGE, -1, lambda: context.jobs.codecs.settle(Direction.BACKWARD, sticky.ticket, delivered=False)
         )
 
+    async def hungry(self, hungry: Hungry, exchange: Exchange) -> Acknowledged:
+        """A peer of the next stage runs out of work: what is sent next may go there."""
+        context = self._context
+        context.check_hint(hungry.run, hungry.stage)
+        assert context.dispatcher is not None
+        context.dispatcher.neighbours.router.hungry(exchange.peer_id, load_s=hungry.load_s)
+        return Acknowledged("")
+
     async def replay(self, replay: Replay, exchange: Exchange) -> Done:
         """Give a finished microbatch to the next stage once more, with the same bytes: somebody there lost it."""
         context = self._context
@@ -148,7 +159,7 @@ class Microbatches:
                 below = await context.dispatcher.call(work, deadline_s=deadline_s, check=check)
         except StaleWork as error:
             raise self._as_refusal(error) from error
-        return Done(below.loss, (context.hop, *below.route), 0.0, 0.0, 0.0, b"", self._load_s())
+        return Done(below.loss, (context.hop, *below.route), 0.0, 0.0, 0.0, b"", context.load_s)
 
     async def _serve(self, entry: Entry, work: Work, deadline_s: float) -> Done:
         """The way of one microbatch through this stage. Not cancelled by a lost caller."""
@@ -282,14 +293,14 @@ class Microbatches:
             )
             context.counters.evaluated += 1
             if context.dispatcher is None:
-                return Done(timed.value.loss, (context.hop,), timed.queue_s, timed.run_s, 0.0, b"", self._load_s())
+                return Done(timed.value.loss, (context.hop,), timed.queue_s, timed.run_s, 0.0, b"", context.load_s)
             entry = Entry(work.microbatch, work.tokens, work.boundary)
-            exchange.progress(Progress(Phase.FORWARDED, (context.hop,), timed.queue_s, timed.run_s, self._load_s()))
+            exchange.progress(Progress(Phase.FORWARDED, (context.hop,), timed.queue_s, timed.run_s, context.load_s))
             deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
             below = await self._call_below(entry, work, timed.value.payload, deadline_s)
         except BaseException as error:
             raise self._as_refusal(error) from error
-        return Done(below.loss, (context.hop, *below.route), timed.queue_s, timed.run_s, 0.0, b"", self._load_s())
+        return Done(below.loss, (context.hop, *below.route), timed.queue_s, timed.run_s, 0.0, b"", context.load_s)
 
     async def _admit(self, work: Work, exchange: Exchange) -> None:
         context = self._context
@@ -338,7 +349,7 @@ class Microbatches:
         context = self._context
         for hop in hops:
             entry.hops[hop.stage] = hop
-        item = Progress(Phase.FORWARDED, (context.hop, *entry.hops.values()), 0.0, 0.0, self._load_s())
+        item = Progress(Phase.FORWARDED, (context.hop, *entry.hops.values()), 0.0, 0.0, context.load_s)
         for exchange in self._listeners.get(entry.microbatch, ()):
             exchange.progress(item)
 
@@ -350,15 +361,9 @@ class Microbatches:
             forward_s=clock.forward_s,
             backward_s=clock.backward_s,
             gradient=payload,
-            load_s=self._load_s(),
+            load_s=self._context.load_s,
             waited_s=clock.queue_s + (below.waited_s if below is not None else 0.0),
         )
-
-    def _load_s(self) -> float:
-        """Both passes of everything that is not answered yet."""
-        times = self._context.compute.times
-        both_s = times.typical_s(Kind.FORWARD) + times.typical_s(Kind.BACKWARD)
-        return both_s * sum(entry.answer is None for entry in self._context.ledger)
 
     def _as_refusal(self, error: BaseException) -> BaseException:
         if isinstance(error, BadTensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 
+from swarmtrain.route.hunger import Appetite
 from swarmtrain.route.router import Router
 from swarmtrain.sim.scenario import PeerSpec
 
@@ -59,6 +60,7 @@ class SimPeer:
 
     __slots__ = (
         "accumulated",
+        "appetite",
         "available_from",
         "busy",
         "down_free",
@@ -116,6 +118,7 @@ class SimPeer:
         self.accumulated = 0  # microbatches of the current step whose gradient it has
         self.replaying = 0  # pieces that it computes for a peer that was lost
         self.router: Router | None = None
+        self.appetite: Appetite[SimPeer] | None = None
 
     def forget_work(self) -> None:
         """Everything in memory is lost: the machine died, or it left the stage."""
@@ -127,10 +130,11 @@ class SimPeer:
         self.replaying = 0
         self.incarnation += 1
 
-    def push(self, job: Job, sequence: int, backward_first: bool) -> None:
-        """Queue a job: first come first served, or backward before forward and then the older microbatch first."""
-        order = (job.kind, job.microbatch.number) if backward_first else (0, 0)
-        heapq.heappush(self.jobs, (*order, sequence, job))
+    def push(self, job: Job, sequence: int, order: str) -> None:
+        """Queue a job, in one of `JOB_ORDERS`."""
+        rank = min(job.kind, FORWARD) if order == "backward-first" else 0
+        age = 0 if order == "fifo" else job.microbatch.number
+        heapq.heappush(self.jobs, (rank, age, sequence, job))
         if job.kind != BACKWARD:
             self.num_forward += 1
 

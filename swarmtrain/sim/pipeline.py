@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from swarmtrain.route.hunger import Appetite, is_held_up
 from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import LinkView
@@ -61,7 +62,8 @@ class Pipeline:
         self._backbone_latency_s = world.scenario.backbone_latency_s
         self._gauss = world.rng.gauss
         self._jitter = world.scenario.compute_jitter
-        self._backward_first = world.scenario.job_order == "backward-first"
+        self._job_order = world.scenario.job_order
+        self._hunger_rng = random.Random(f"hunger {world.scenario.seed}")
 
     # -- entering and leaving a stage
 
@@ -69,6 +71,7 @@ class Pipeline:
         """Give a peer that starts to serve its stage a fresh router."""
         scenario, stage = self.scenario, peer.stage
         peer.router = None
+        peer.appetite = Appetite(self._hunger_rng, scenario.num_told) if scenario.num_told else None
         if stage < self.last:
             bytes_in, bytes_out = stage_bytes(scenario, stage + 1)
             options = RouterOptions(my_up_bytes_per_s=peer.up_rate, bytes_in=bytes_in, bytes_out=bytes_out)
@@ -204,6 +207,8 @@ class Pipeline:
             peer.held.pop(microbatch, None)
             self.engine.after(back, self._refused, microbatch, stage, sender, peer, token, "busy")
             return
+        if peer.appetite is not None:
+            peer.appetite.called_by(sender)
         self._enqueue(peer, Job(FORWARD, microbatch, stage, token, sent_at, self.engine.now))
 
     def _refused(
@@ -241,7 +246,7 @@ class Pipeline:
 
     def _enqueue(self, peer: SimPeer, job: Job) -> None:
         self._sequence += 1
-        peer.push(job, self._sequence, self._backward_first)
+        peer.push(job, self._sequence, self._job_order)
         if not peer.busy:
             self.meters.idle_ended(peer, job, self.engine.now)
             self._compute_next(peer)
@@ -251,13 +256,30 @@ class Pipeline:
         if not peer.jobs:
             peer.busy = False
             peer.idle_since = engine.now
+            self._say_hungry(peer)
             return
         job = peer.pop()
         peer.busy = True
+        if not peer.jobs:
+            self._say_hungry(peer)
         seconds = self._share(job) * self._costs[job.stage] / peer.speed
         if self._jitter:
             seconds *= max(0.2, self._gauss(1.0, self._jitter))
         engine.at(engine.now + seconds, self._computed, peer, job, engine.now, peer.incarnation)
+
+    def _say_hungry(self, peer: SimPeer) -> None:
+        now = self.engine.now
+        backlog_bytes = (peer.up_free - now) * peer.up_rate
+        if peer.appetite is None or peer.state != "serving" or is_held_up(backlog_bytes, self.num_bytes):
+            return
+        load_s = peer.load_s(self._costs[peer.stage])
+        for caller in peer.appetite.whom_to_tell(now):
+            latency_s = peer.latency_s + self._backbone_latency_s + caller.latency_s
+            self.engine.at(now + latency_s, self._hears, caller, peer, load_s)
+
+    def _hears(self, caller: SimPeer, peer: SimPeer, load_s: float) -> None:
+        if caller.router is not None and caller.stage == peer.stage - 1:
+            caller.router.hungry(peer.peer_id, load_s=load_s, now=self.engine.now)
 
     def _share(self, job: Job) -> float:
         """Of a stage's work for a microbatch: backward is twice a forward; the last stage does both in one."""

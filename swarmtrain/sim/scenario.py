@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass, field, fields, replace
 
 from swarmtrain.errors import UsageError
+from swarmtrain.route.hunger import NUM_TOLD
 from swarmtrain.route.rebalance import RebalanceOptions
 from swarmtrain.route.router import POLICIES
 
 REBALANCE_RULES = ("none", "queue", "capacity")
 CHURN_KINDS = ("none", "exponential", "trace")
 PLACEMENTS = ("even", "random")
-JOB_ORDERS = ("fifo", "backward-first")
+JOB_ORDERS = ("backward-first", "oldest-first", "fifo")
 MEBIT = 1e6 / 8.0
 
 
@@ -62,7 +63,8 @@ class Scenario:
     # What every peer sends, and receives, when a step's gradient is reduced: for each stage, or one for all.
     gradient_bytes: tuple[float, ...] = ()
     queue_limit: int = 64  # forward jobs a peer accepts before it says BUSY, as the daemons
-    job_order: str = "fifo"  # of a peer's processor; the daemons do backwards first
+    job_order: str = "backward-first"  # of a peer's processor, as the daemons; or by microbatch, or as they come
+    num_told: int = NUM_TOLD  # callers that a peer tells when it runs out of work; 0: it does not
     window_maximum: int = 0  # microbatches under way at most; 0: see `window_limit`
 
     # Coming and going.

@@ -112,6 +112,15 @@ class Progress(Message):
     load_s: Seconds = 0.0  # both passes of everything that the callee holds now
 
 
+@message(kind="hungry", priority=Priority.CONTROL)
+class Hungry(Message):
+    """To some of those who sent work lately: this peer of `stage` runs out of it. Answer: `Acknowledged`."""
+
+    run: RunId
+    stage: StageIndex
+    load_s: Seconds  # both passes of everything that it holds, most of which is further down now
+
+
 @message(kind="replay", priority=Priority.CONTROL)
 class Replay(Message):
     """To a peer that has finished a microbatch: give it to the next stage again, from the ledger. Answer: `Done`."""
@@ -383,6 +392,7 @@ MESSAGES = Registry(
     Work,
     Done,
     Progress,
+    Hungry,
     Replay,
     Enroll,
     Enrolled,

@@ -187,8 +187,8 @@ def test_the_page_cannot_be_made_to_do_anything(swarm: Swarm, page: str) -> None
 
 def test_events_are_in_the_state_directory(swarm: Swarm) -> None:
     for daemon in (swarm.coordinator, peer(swarm, "first")):
-        kept = [json.loads(line) for line in (daemon.state_dir / "events.jsonl").read_text().splitlines()]
         said = [{key: item for key, item in event.items() if key != "from"} for event in list(daemon.events)]
+        kept = [json.loads(line) for line in (daemon.state_dir / "events.jsonl").read_text().splitlines()]
         assert kept[: len(said) - 3] == said[: len(said) - 3]
 
 

@@ -43,7 +43,7 @@ class Peer:
 
     def __init__(self, manifest: Manifest, compute: ComputeThread, *, max_queue: int, max_ledger_bytes: int) -> None:
         nothing = cast(Any, None)
-        node = cast(Any, SimpleNamespace(peer_id="p"))
+        node = cast(Any, SimpleNamespace(peer_id="p", backlog_bytes=lambda: 1 << 40))
         self.context = PeerContext(
             "run", manifest, 1, "life", node, compute, jobs_of(manifest, 1), nothing, None, max_queue, max_ledger_bytes
         )

@@ -17,26 +17,7 @@ from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import LinkView, PeerView, StageSnapshot
 
-MEBI = float(1 << 20)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def peer(peer_id: str, service_s: float = 1.0, **fields: object) -> PeerView:
-    milliseconds = service_s * 1000.0
-    return PeerView(peer_id, forward_ms=milliseconds / 3, backward_ms=milliseconds * 2 / 3, **fields)  # type: ignore[arg-type]
-
-
-def make_router(peers: list[PeerView], policy: str = "finish-time", seed: int = 0, **options: float) -> Router:
-    router = Router(policy, clock=Clock(), rng=random.Random(seed), options=RouterOptions(**options))  # type: ignore[arg-type]
-    router.update_peers(peers)
-    return router
+from .routers import MEBI, Clock, make_router, peer
 
 
 def shares_after(router: Router, service_s: dict[str, float], num_picks: int, num_bytes: float = 1.0) -> Counter[str]:

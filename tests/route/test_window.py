@@ -27,7 +27,8 @@ def test_the_window_settles_above_the_knee_and_not_far_above(
     base_s: float, knee: float, told_queues: bool, seed: int
 ) -> None:
     rng = random.Random(seed)
-    window = InFlightWindow(WindowOptions(maximum=512))
+    options = WindowOptions(maximum=512)
+    window = InFlightWindow(options)
     rate = knee / base_s
     sizes = []
     for number in range(4000):
@@ -37,9 +38,9 @@ def test_the_window_settles_above_the_knee_and_not_far_above(
             sizes.append(window.size)
     mean = sum(sizes) / len(sizes)
     # Without being told, the unloaded delay is forgotten after a while, and the window creeps up: it must stay bounded.
-    assert 0.95 * knee <= mean <= (6.5 * knee + 2 if told_queues else 512)
+    assert 0.95 * knee <= mean <= ((options.shrink_above + 0.5) * knee + 2 if told_queues else 512)
     if told_queues:
-        assert max(sizes) <= 8.0 * knee + 3
+        assert max(sizes) <= options.shrink_above / 0.75 * knee + 3
 
 
 def test_lost_leases_shrink_the_window_to_its_minimum() -> None:

@@ -165,6 +165,8 @@ def test_the_papers_ordering_no_rebalancing_300_s_60_s_when_downloads_cost_nothi
         mean_absence_s=300.0,
         download_s=0.0,
         random_newcomers=1,
+        num_told=0,  # as published: nobody says that it is hungry, work is done as it comes
+        job_order="fifo",
     )
 
     def reached(**changes: object) -> float:
@@ -176,6 +178,15 @@ def test_the_papers_ordering_no_rebalancing_300_s_60_s_when_downloads_cost_nothi
     assert none < slow - 0.01
     assert slow < fast - 0.01
     assert slow < reached(rebalance="queue", rebalance_period_s=300.0, random_newcomers=0) - 0.01
+
+
+def test_saying_that_one_runs_out_of_work_keeps_a_deep_pipeline_busier() -> None:
+    """Same machines, same churn, same leases under way; only whether peers say it."""
+    base = Scenario(num_peers=400, num_stages=10, minutes=40.0, warmup_minutes=20.0, mean_life_s=4 * 3600.0)
+    told, silent = simulate(base), simulate(base.with_(num_told=0))
+    assert told.assigned == silent.assigned  # moves do not look at queues
+    assert told.efficiency > silent.efficiency + 0.01
+    assert told.shares()["no work"] < silent.shares()["no work"]
 
 
 def states_of(simulation: Simulation) -> Counter[str]:

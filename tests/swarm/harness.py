@@ -7,8 +7,8 @@
     assert_equals_reference(swarm, reference(swarm.manifest))
 
 The daemons are `swarmtrain coordinator` and `swarmtrain join` with `--json`, each a process in a session of its own,
-forked from one that has loaded torch (nursery.py), or started anew in a network namespace. Everything
-is synchronous: one thread per daemon reads its events. All waits have deadlines, and fail with the daemons' last words.
+forked from one that has loaded torch (nursery.py), in a network namespace if a test wants that. Everything is
+synchronous: one thread per daemon reads its events. All waits have deadlines, and fail with the daemons' last words.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,17 +94,22 @@ def ask_daemon(state_dir: Path, command: str, **arguments: Any) -> dict[str, Any
 def swarmtrain(
     *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = WAIT_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run a verb to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "swarmtrain", *arguments],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        env=clean_environment(environment),
-        timeout=timeout_s * PATIENCE,
-        cwd=REPOSITORY,
-        check=False,
-    )
+    """Run a verb to its end: a process like the daemons'."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = nursery().spawn(arguments, errors, clean_environment(environment), str(REPOSITORY))
+        said: list[str] = []
+        reader = threading.Thread(
+            target=lambda: said.append(process.stdout.read()), name="a verb's output", daemon=True
+        )
+        reader.start()
+        try:
+            code = process.wait(timeout_s * PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        reader.join()
+        errors.seek(0)
+        return subprocess.CompletedProcess(arguments, code, said[0], errors.read())
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -121,7 +126,7 @@ class Daemon:
     stage: int  # -1: the coordinator
     state_dir: Path
     log: Path
-    process: subprocess.Popen[str] | Forked
+    process: Forked
     events: list[Event] = field(default_factory=list)
     reader: threading.Thread | None = None
 
@@ -240,17 +245,14 @@ class Swarm:
         for index in range(self.num_peers):
             self.start_peer(index % self.manifest.stages.count)
 
-    def start_coordinator(self, *extra: str, wait: bool = True, listen: str = "", within: Sequence[str] = ()) -> Daemon:
-        """Start or restart the coordinator on its state directory; returns when it has printed its invite.
-
-        `within` is put before the command: to run it in a network namespace.
-        """
+    def start_coordinator(self, *extra: str, wait: bool = True, listen: str = "", namespace: str = "") -> Daemon:
+        """Start or restart the coordinator on its state directory; returns when it has printed its invite."""
         self.directory.mkdir(parents=True, exist_ok=True)
         manifest = self.directory / "run.toml"
         manifest.write_text(self.manifest.canonical())
         arguments = ["coordinator", str(manifest), "--state-dir", str(self.coordinator_dir)]
         arguments += ["--listen", listen or self.listen, "--min-peers", str(self.min_peers), *extra]
-        daemon = self.start_daemon(self.coordinator_name, -1, self.coordinator_dir, arguments, within=within)
+        daemon = self.start_daemon(self.coordinator_name, -1, self.coordinator_dir, arguments, namespace=namespace)
         if wait:
             self.wait(daemon, "phase_reached", phase="invite")
         return daemon
@@ -262,7 +264,7 @@ class Swarm:
         name: str = "",
         environment: Mapping[str, str] | None = None,
         listen: str = "",
-        within: Sequence[str] = (),
+        namespace: str = "",
     ) -> Daemon:
         """Start a peer of a stage. With the name of a former one it is that peer again, on its state directory."""
         if not name:
@@ -271,7 +273,7 @@ class Swarm:
         state_dir = self.directory / name
         arguments = ["join", self.invite(), "--stage", str(stage), "--state-dir", str(state_dir), "--name", name]
         arguments += ["--listen", listen or self.listen, "--threads", "1", "--drain-timeout", "20", *extra]
-        return self.start_daemon(name, stage, state_dir, arguments, environment, within)
+        return self.start_daemon(name, stage, state_dir, arguments, environment, namespace)
 
     def invite(self) -> str:
         """What the coordinator printed."""
@@ -363,25 +365,13 @@ class Swarm:
         state_dir: Path,
         arguments: Sequence[str],
         extra: Mapping[str, str] | None = None,
-        within: Sequence[str] = (),
+        namespace: str = "",
     ) -> Daemon:
         """Start any verb that runs a daemon, with `--json`."""
         log = self.directory / f"{name}.log"
         environment = clean_environment({**self.environment, **(extra or {})})
         with log.open("a") as errors:
-            if within:
-                process: subprocess.Popen[str] | Forked = subprocess.Popen(
-                    [*within, sys.executable, "-m", "swarmtrain", *arguments, "--json"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    env={"SWARMTRAIN_DIE_WITH_PARENT": str(os.getpid()), **environment},
-                    cwd=REPOSITORY,
-                    start_new_session=True,
-                )
-            else:
-                process = nursery().spawn([*arguments, "--json"], errors, environment, str(REPOSITORY))
+            process = nursery().spawn([*arguments, "--json"], errors, environment, str(REPOSITORY), namespace)
         daemon = Daemon(name, stage, state_dir, log, process)
         daemon.reader = threading.Thread(target=self._read, args=(daemon,), name=f"events of {name}", daemon=True)
         self.daemons.append(daemon)
@@ -389,7 +379,6 @@ class Swarm:
         return daemon
 
     def _read(self, daemon: Daemon) -> None:
-        assert daemon.process.stdout is not None
         for line in daemon.process.stdout:
             event = {**json.loads(line), "from": daemon.name}
             with self._changed:

@@ -7,6 +7,7 @@ Run as a program it is the nursery itself: it reads requests from the socket tha
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -15,10 +16,12 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 MAX_REQUEST_BYTES = 1 << 17
+CLONE_NEWNET = 0x40000000
 FORK_S = 60.0 * float(os.environ.get("SWARMTRAIN_TEST_PATIENCE", "1"))  # the first fork waits for torch
 
 
@@ -70,10 +73,16 @@ class Nursery:
         self._changed = threading.Condition()
         threading.Thread(target=self._read, name="nursery", daemon=True).start()
 
-    def spawn(self, arguments: Sequence[str], stderr: IO[Any], environment: Mapping[str, str], cwd: str) -> Forked:
-        """Start `swarmtrain ARGUMENTS`; its stdout is read by the caller, its stdin is empty."""
+    def spawn(
+        self, arguments: Sequence[str], stderr: IO[Any], environment: Mapping[str, str], cwd: str, namespace: str = ""
+    ) -> Forked:
+        """Start `swarmtrain ARGUMENTS`, in a network namespace if one is named.
+
+        Its stdout is read by the caller, its stdin is empty.
+        """
         environment = {**environment, "SWARMTRAIN_DIE_WITH_PARENT": str(self._process.pid)}
-        request = json.dumps({"arguments": list(arguments), "environment": environment, "cwd": cwd}).encode()
+        wanted = {"arguments": list(arguments), "environment": environment, "cwd": cwd, "namespace": namespace}
+        request = json.dumps(wanted).encode()
         assert len(request) < MAX_REQUEST_BYTES
         reading, writing = os.pipe()
         with self._lock, self._changed:
@@ -107,6 +116,8 @@ class Nursery:
 
 def serve(channel: socket.socket) -> None:
     """The nursery's life: fork when asked, report who has ended, end with the client."""
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401  # torch loads it in the first backward
+
     import swarmtrain.coordinator.daemon
     import swarmtrain.peer.daemon  # noqa: F401  # all that a daemon loads
 
@@ -161,6 +172,8 @@ def become(request: dict[str, Any], stdout: int, stderr: int) -> None:
             os.dup2(fd, number)
         for fd in (nothing, stdout, stderr):
             os.close(fd)
+        if request["namespace"]:
+            enter_namespace(request["namespace"])
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["cwd"])
@@ -170,10 +183,19 @@ def become(request: dict[str, Any], stdout: int, stderr: int) -> None:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def enter_namespace(name: str) -> None:
+    """The calling thread goes to a network namespace, and with it all that it starts; it is the only one so far."""
+    with open(f"/run/netns/{name}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {name}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,17 @@ MANIFEST = tiny("model.vocab_size=300", "schedule.steps=100000", "checkpoint.eve
 MIB = 1 << 20
 ALLOWED_GROWTH = 64 * MIB  # a daemon's own ups and downs; the attacks claim terabytes
 SHAPE = (2, 32, 8)  # sequences, tokens, k
+PACE = "0.01:0.01"  # seconds for a microbatch, each way
 
 
 @pytest.fixture(scope="module")
 def swarm(shared_place: Path) -> Iterator[Swarm]:
-    """A swarm that trains while it is being attacked."""
-    with Swarm(MANIFEST, shared_place, num_peers=5) as made:
+    """A swarm that trains while it is being attacked, and leaves the attacks some of the processor."""
+    with closing(Swarm(MANIFEST, shared_place, num_peers=5)) as made:
+        made.start_coordinator()
+        for index in range(made.num_peers):
+            paced = {"SWARMTRAIN_PACE": PACE}
+            made.start_peer(index % MANIFEST.stages.count, "--enable-test-faults", environment=paced)
         made.wait_step(2)
         yield made
 
@@ -194,8 +200,8 @@ def test_messages_of_another_run_stage_step_or_term_are_refused(swarm: Swarm, tm
         (FetchRun(work.run), Code.NOT_SERVING),
     ]
 
-    async def attack(one: Intruder) -> list[str]:
-        return [await one.refused(peer, message) for message, _ in wrong]
+    async def attack(one: Intruder) -> list[str]:  # at once: some wait for seconds whether they become right
+        return await asyncio.gather(*(one.refused(peer, message) for message, _ in wrong))
 
     assert break_in(swarm, tmp_path, attack) == [str(code) for _, code in wrong]
     refused = peer.status()["refused"]

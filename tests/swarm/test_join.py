@@ -98,13 +98,15 @@ def test_a_donor_that_sends_a_wrong_chunk_is_dropped_and_named(place: Path, refe
 
 
 def test_a_donor_killed_in_the_middle_costs_only_its_own_chunks(place: Path, reference: References) -> None:
-    manifest = three_stages("schedule.steps=80", *SEVERAL_CHUNKS)
+    manifest = three_stages("schedule.steps=30", *SEVERAL_CHUNKS)
     assert len(StateLayout(manifest, 1).chunks()) >= 9
-    with Swarm(manifest, place, num_peers=NUM_STAGES, min_peers=NUM_STAGES + 1) as swarm:
+    with Swarm(manifest, place, num_peers=2, min_peers=NUM_STAGES + 1) as swarm:
+        # Its last stage is slow enough to leave a newcomer time to arrive, with few steps to compute.
+        gate = swarm.start_peer(2, "--enable-test-faults", environment={"SWARMTRAIN_PACE": "0.03:0"})
         victim = start_armed(swarm, 1, "state-chunk:3:kill")
         swarm.wait_step(2)
         victims_id = victim.status()["peer"]
-        newcomer = join_and_serve(swarm, 1, swarm.peers[2])
+        newcomer = join_and_serve(swarm, 1, gate)
         wait_killed(swarm, victim, "state-chunk")
         assert_one_download(newcomer)
         assert [event["peer"] for event in swarm.events("donor_dropped")] == [victims_id]

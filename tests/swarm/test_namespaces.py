@@ -35,12 +35,12 @@ def listen(machines: Lab, name: str) -> str:
 
 def start(swarm: Swarm, machines: Lab, nat: tuple[str, ...] = ()) -> None:
     """The coordinator on the hub, a peer of each stage on a machine of its own."""
-    swarm.start_coordinator(listen=listen(machines, "hub"), within=machines.enter("hub"))
+    swarm.start_coordinator(listen=listen(machines, "hub"), namespace=machines.names["hub"])
     bootstrap = parse_invite(swarm.invite()).bootstrap
     assert all(f"/ip4/{machines.address('hub')}/" in address for address in bootstrap)
     for stage, name in enumerate(MACHINES[1:]):
         extra = ("--behind-nat",) if name in nat else ()
-        swarm.start_peer(stage, *extra, listen=listen(machines, name), within=machines.enter(name), name=name)
+        swarm.start_peer(stage, *extra, listen=listen(machines, name), namespace=machines.names[name], name=name)
 
 
 def test_machines_with_addresses_of_their_own_train_to_the_references_bits(

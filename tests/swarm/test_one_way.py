@@ -43,9 +43,9 @@ def test_a_link_that_is_cut_in_one_direction_leaves_no_trace(
     swarm = Swarm(three_stages("schedule.steps=20"), place, num_peers=len(STAGES))
     is_cut = False
     try:
-        swarm.start_coordinator(listen=listen(machines, "hub"), within=machines.enter("hub"))
+        swarm.start_coordinator(listen=listen(machines, "hub"), namespace=machines.names["hub"])
         for name, stage in STAGES.items():
-            swarm.start_peer(stage, name=name, listen=listen(machines, name), within=machines.enter(name))
+            swarm.start_peer(stage, name=name, listen=listen(machines, name), namespace=machines.names[name])
         swarm.wait_step(2)
         gate = swarm.peers[-1]
         hold(gate)  # the cut strikes between two steps of a run that stands still

@@ -52,11 +52,11 @@ def test_a_cap_of_five_megabits_holds_within_a_tenth_over_any_ten_seconds(
     """Forward tensors go from a to b; one of the two has the cap."""
     swarm = Swarm(MANIFEST, place, min_peers=2)
     try:
-        swarm.start_coordinator(listen=f"/ip4/{machines.address('hub')}/tcp/0", within=machines.enter("hub"))
+        swarm.start_coordinator(listen=f"/ip4/{machines.address('hub')}/tcp/0", namespace=machines.names["hub"])
         for stage, host in enumerate(("a", "b")):
             extra = (option, "5mbit") if host == name else ()
             listen = f"/ip4/{machines.address(host)}/tcp/0"
-            swarm.start_peer(stage, *extra, listen=listen, within=machines.enter(host), name=host)
+            swarm.start_peer(stage, *extra, listen=listen, namespace=machines.names[host], name=host)
         swarm.wait_serving()
         samples = [(time.monotonic(), counted_bytes(machines, name, counter))]
         busy_from = 0.0

@@ -29,10 +29,10 @@ def test_every_flipped_bit_of_a_header_is_found() -> None:
 
 
 def test_another_version_is_told_apart_from_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "PROTOCOL_VERSION", 2)
+    monkeypatch.setattr(frames, "PROTOCOL_VERSION", 1)
     packed = frames.pack_header(FrameType.PING, 0, 8, 0)
     monkeypatch.undo()
-    with pytest.raises(WrongVersion, match="version 2"):
+    with pytest.raises(WrongVersion, match="version 1"):
         frames.parse_header(packed)
 
 
