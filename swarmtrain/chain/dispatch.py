@@ -15,7 +15,7 @@ from typing import cast
 from swarmtrain.chain.neighbours import Neighbours
 from swarmtrain.net.errors import CallRefused, CallTimeout, NetError, PeerUnreachable, Refusal
 from swarmtrain.net.node import Node
-from swarmtrain.route.views import HUNGRY, Pick
+from swarmtrain.route.views import Pick
 from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Work
 from swarmtrain.wire.schema import Message
 
@@ -37,7 +37,6 @@ class Counters:
 
     sent: int = 0
     answered: int = 0
-    fed: int = 0  # calls that went to a peer because it said that it runs out of work
     rerouted: dict[str, int] = field(default_factory=dict)  # by cause
 
     def reroute(self, cause: str) -> None:
@@ -87,9 +86,10 @@ class Dispatcher:
         ends_at = loop.time() + deadline_s
         hints = {hop.stage: hop for hop in work.hints}
         tried: set[str] = set()
+        taker = ""  # who takes it instead of the one that was asked
         last = "no peer has been found"
         while (left_s := ends_at - loop.time()) > 0:
-            pick = self._pick(work, hints, tried, sticky)
+            pick = self._pick(work, hints, tried, sticky, taker)
             if pick is None:
                 tried.clear()
                 await self.neighbours.wait_for_news(min(NEWS_S, left_s))
@@ -112,7 +112,9 @@ class Dispatcher:
                     sticky.refused = True
                     continue
                 last = f"{pick.peer_id[-8:]}: {refusal}"
-                if refusal.code != Code.BUSY:
+                if refusal.code == Code.ELSEWHERE:
+                    work, taker = replace(work, is_given=True), refusal.text
+                elif refusal.code != Code.BUSY:
                     tried.add(pick.peer_id)
             except (NetError, ValueError) as error:
                 tried.add(pick.peer_id)
@@ -120,10 +122,12 @@ class Dispatcher:
                 log.debug("stage %d: %s", work.stage, last)
         raise Refusal(Code.NOBODY, f"stage {work.stage} did not do ({work.step}, {work.microbatch}): {last}"[:1000])
 
-    def _pick(self, work: Work, hints: dict[int, Hop], tried: set[str], sticky: Sticky | None) -> Pick | None:
+    def _pick(
+        self, work: Work, hints: dict[int, Hop], tried: set[str], sticky: Sticky | None, taker: str
+    ) -> Pick | None:
         hint = hints.get(work.stage)
         known = [hint.peer_id] if hint is not None else []
-        prefer = known + ([sticky.peer_id] if sticky is not None else [])
+        prefer = known + ([sticky.peer_id] if sticky is not None else []) + ([taker] if taker else [])
         return self.neighbours.router.pick(len(work.boundary) + len(work.tokens), exclude=tried, prefer=prefer)
 
     async def _call_one(
@@ -150,7 +154,6 @@ class Dispatcher:
                     on_progress(item)
 
         self.counters.sent += 1
-        self.counters.fed += pick.why == HUNGRY
         try:
             call = self._node.call(peer_id, request, ends_at - started, progress, expect=Done)
             done = await watch.run(call)
@@ -172,7 +175,7 @@ class Dispatcher:
 
     def _refused(self, peer_id: str, refused: CallRefused) -> None:
         self.counters.reroute(refused.code)
-        if refused.code == Code.BUSY:
+        if refused.code in (Code.BUSY, Code.ELSEWHERE):
             self.neighbours.router.busy(peer_id, refused.retry_after_s or 0.2)
 
     def _learn(self, peer_id: str, request: Work, done: Done, watch: _Watch) -> None:

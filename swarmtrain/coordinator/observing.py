@@ -102,7 +102,6 @@ class RunObserver:
             "invite": self._invite,
             "page": self.page_url,
             "rerouted": context.dispatcher.counters.rerouted,
-            "fed": 0,  # who has one caller tells nobody that it is hungry
             "refused": dict(self._refused),
             "diverged": status.diverged,
             "transfers": {

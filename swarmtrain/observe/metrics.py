@@ -75,7 +75,6 @@ def daemon_families(snapshot: Snapshot) -> Iterator[Metric]:
     yield counter("process_cpu_seconds", "Processor time of the daemon.", ({}, snapshot["cpu_s"]))
     yield counter("observe_seconds", "Processor time spent on events, status and metrics.", ({}, snapshot["observe_s"]))
     yield counter("calls_rerouted", "Calls that had to go elsewhere.", *by("cause", bounded(snapshot["rerouted"])))
-    yield counter("calls_fed", "Calls that went to a peer which said that it runs out of work.", ({}, snapshot["fed"]))
     yield from _wire(snapshot)
 
 

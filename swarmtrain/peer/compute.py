@@ -89,6 +89,10 @@ class ComputeTimes:
         self.count[kind] += 1
 
 
+class Withdrawn(Exception):
+    """A job that was taken out of the queue before it began."""
+
+
 class ComputeThread:
     """Runs jobs one after the other; results arrive on the event loop that submitted them."""
 
@@ -127,6 +131,22 @@ class ComputeThread:
         with self._changed:
             kinds = [job.kind for job in self._jobs]
         return sum(self.times.average_s.get(kind, 0.0) for kind in kinds)
+
+    def withdraw(self, kind: Kind, may_go: Callable[[int], bool]) -> int | None:
+        """Take the waiting job of this kind that would run last out of the queue, of those whose microbatch may go.
+
+        Returns its microbatch; whoever waits for the job gets `Withdrawn`.
+        """
+        with self._changed:
+            waiting = [job for job in self._jobs if job.kind is kind and not job.future.done()]
+            last = max((job for job in waiting if may_go(job.microbatch)), default=None)
+            if last is None:
+                return None
+            self._jobs.remove(last)
+            heapq.heapify(self._jobs)
+        self.split.end(Part.QUEUE)
+        last.future.set_exception(Withdrawn())
+        return last.microbatch
 
     async def stop(self) -> None:
         """Finish the running job, drop the rest, end the thread."""

@@ -90,6 +90,7 @@ class PeerContext:
     term: int = 0
     word: Word = field(default_factory=Word)  # what the coordinator said last
     contact_at: float = 0.0  # when the coordinator was last heard, in time of the loop
+    siblings: tuple[str, ...] = ()  # the other peers of the stage, as the last roster named them
     is_applying: bool = False  # the step is over, its state is being changed: no more work for it
     faults: Faults = field(default_factory=Faults)
     ledger: Ledger = field(default_factory=lambda: Ledger(0))
@@ -112,11 +113,15 @@ class PeerContext:
         return Hop(self.stage, self.node.peer_id, self.incarnation)
 
     @property
+    def service_s(self) -> float:
+        """Both passes of one microbatch, usually."""
+        times = self.compute.times
+        return times.typical_s(Kind.FORWARD) + times.typical_s(Kind.BACKWARD)
+
+    @property
     def load_s(self) -> float:
         """Both passes of everything that is not answered yet."""
-        times = self.compute.times
-        both_s = times.typical_s(Kind.FORWARD) + times.typical_s(Kind.BACKWARD)
-        return both_s * sum(entry.answer is None for entry in self.ledger)
+        return self.service_s * sum(entry.answer is None for entry in self.ledger)
 
     def refuse(self, code: Code, text: str = "", retry_after_s: float = 0.0) -> Refusal:
         """A counted refusal, to be raised."""
@@ -148,11 +153,9 @@ class PeerContext:
                 raise self.refuse(Code.BEHIND, f"term {term} is not known here", retry_after_s=0.5) from None
         self._check_term(term)
 
-    def check_hint(self, run: str, stage: int) -> None:
-        """Refuse what does not come from the next stage of this run."""
-        self._check_run(run, None)
-        if self.dispatcher is None or stage != self.stage + 1:
-            raise self.refuse(Code.WRONG_STAGE, f"this peer serves stage {self.stage}")
+    def check_sibling(self, run: str, stage: int) -> None:
+        """Refuse what does not come from this stage of this run."""
+        self._check_run(run, stage)
 
     async def enter_term(self, term: int) -> None:
         """The coordinator's word."""

@@ -1,20 +1,21 @@
-"""A peer that runs out of work tells some of its callers (the rule: `route/hunger.py`)."""
+"""A peer that runs out of work asks others of its stage (the rule: `route/hunger.py`)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
+from collections.abc import Sequence
 
 from swarmtrain.model.workload import workload_of
 from swarmtrain.net.errors import NetError
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.route.hunger import Appetite, is_held_up
-from swarmtrain.wire.messages import Acknowledged, Hungry
+from swarmtrain.wire.messages import Hungry, Spared
 
 log = logging.getLogger(__name__)
 
-TELL_S = 2.0  # later the hint is worth nothing
+ASK_S = 2.0  # who does not answer by then is not waited for
 
 
 class Hunger:
@@ -22,40 +23,46 @@ class Hunger:
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
-        self._appetite: Appetite[str] = Appetite(random.Random())
+        self._appetite = Appetite(random.Random())
         self._message_bytes = workload_of(context.manifest).boundary_bytes
-        self._telling: set[asyncio.Task[None]] = set()
+        self._asking: asyncio.Task[None] | None = None
         self._is_closed = False
-        context.compute.on_running_out = self._tell
-
-    def fed_by(self, caller: str) -> None:
-        """A piece of work came from this one."""
-        self._appetite.called_by(caller)
+        context.compute.on_running_out = self._runs_out
 
     async def close(self) -> None:
-        """Say nothing any more."""
+        """Ask nobody any more."""
         self._is_closed = True
-        telling, self._telling = self._telling, set()
-        for task in telling:
-            task.cancel()
-        await asyncio.gather(*telling, return_exceptions=True)
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
 
-    def _tell(self) -> None:
+    def _runs_out(self) -> None:
         context, loop = self._context, asyncio.get_running_loop()
-        would_take_it = context.state is PeerState.SERVING and context.has_contact and not context.is_applying
-        if self._is_closed or not would_take_it or context.ledger.num_bytes() > context.max_ledger_bytes:
+        if self._is_closed or self._asking is not None or not self._would_take_it():
             return
-        if is_held_up(context.node.backlog_bytes(), self._message_bytes):
-            return
-        for caller in self._appetite.whom_to_tell(loop.time()):
-            task = loop.create_task(self._tell_one(caller), name=f"hungry, to {caller[-8:]}")
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+        if others := self._appetite.whom_to_ask(context.siblings, loop.time()):
+            self._asking = loop.create_task(self._ask(others), name="ask for work")
 
-    async def _tell_one(self, caller: str) -> None:
+    def _would_take_it(self) -> bool:
         context = self._context
-        hint = Hungry(context.run_id, context.stage, context.load_s)
+        if context.state is not PeerState.SERVING or context.is_applying or not context.has_contact:
+            return False
+        if context.ledger.num_bytes() > context.max_ledger_bytes:
+            return False
+        return not is_held_up(context.node.backlog_bytes(), self._message_bytes)
+
+    async def _ask(self, others: Sequence[str]) -> None:
+        """One after the other, until one gives or work has come by itself."""
+        context = self._context
         try:
-            await context.node.call(caller, hint, TELL_S, expect=Acknowledged)
-        except NetError as error:  # it has gone, or has moved on: somebody else was told as well
-            log.debug("%s does not hear that this peer is hungry: %s", caller[-8:], error)
+            for other in others:
+                if context.compute.backlog() or not self._would_take_it():
+                    return
+                request = Hungry(context.run_id, context.stage, context.load_s, context.service_s)
+                try:
+                    if (await context.node.call(other, request, ASK_S, expect=Spared)).is_given:
+                        return
+                except NetError as error:  # it has gone, or has moved on
+                    log.debug("%s was asked for work: %s", other[-8:], error)
+        finally:
+            self._asking = None

@@ -22,12 +22,13 @@ from swarmtrain.net.exchange import Exchange
 from swarmtrain.observe.faults import Action, Point, damaged
 from swarmtrain.observe.split import Part
 from swarmtrain.peer.codecs import BadTensor, WrongPartner
-from swarmtrain.peer.compute import Kind
+from swarmtrain.peer.compute import Kind, Withdrawn
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.hunger import Hunger
 from swarmtrain.peer.jobs import Outcome, StaleWork
 from swarmtrain.peer.ledger import Entry, Raw
-from swarmtrain.wire.messages import Acknowledged, Code, Done, Hop, Hungry, Phase, Progress, Replay, Work
+from swarmtrain.route.hunger import gives
+from swarmtrain.wire.messages import Code, Done, Hop, Hungry, Phase, Progress, Replay, Spared, Work
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Microbatches:
             entry.hops = {hop.stage: hop for hop in work.hints}
             entry.generation = context.jobs.generation
             entry.caller = exchange.peer_id
-            self.hunger.fed_by(exchange.peer_id)
+            entry.was_given = work.is_given
             entry.caller_busy_until = asyncio.get_running_loop().time() + work.backlog_s
             deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
             entry.task = asyncio.create_task(self._serve(entry, work, deadline_s), name=f"microbatch {work.microbatch}")
@@ -123,13 +124,33 @@ class Microbatches:
             Kind.MESSAGE, -1, lambda: context.jobs.codecs.settle(Direction.BACKWARD, sticky.ticket, delivered=False)
         )
 
-    async def hungry(self, hungry: Hungry, exchange: Exchange) -> Acknowledged:
-        """A peer of the next stage runs out of work: what is sent next may go there."""
+    async def hungry(self, hungry: Hungry, exchange: Exchange) -> Spared:
+        """Another peer of the stage runs out of work: a forward that waits here may go there, through its caller."""
         context = self._context
-        context.check_hint(hungry.run, hungry.stage)
-        assert context.dispatcher is not None
-        context.dispatcher.neighbours.router.hungry(exchange.peer_id, load_s=hungry.load_s)
-        return Acknowledged("")
+        context.check_sibling(hungry.run, hungry.stage)
+        is_sticky = context.jobs.codecs.has_sticky_routes or context.jobs.codecs.has_sticky_answers
+        if is_sticky or exchange.peer_id not in context.siblings or not self._would_give(hungry):
+            return Spared(False)
+        microbatch = context.compute.withdraw(Kind.FORWARD, self._may_go)
+        entry = context.ledger.get(microbatch) if microbatch is not None else None
+        if entry is None:
+            return Spared(False)
+        entry.given_to = exchange.peer_id
+        return Spared(True)
+
+    def _would_give(self, hungry: Hungry) -> bool:
+        context = self._context
+        return gives(
+            waiting_s=context.compute.backlog_s(),
+            load_s=context.load_s,
+            asker_load_s=hungry.load_s,
+            asker_service_s=hungry.service_s,
+        )
+
+    def _may_go(self, microbatch: int) -> bool:
+        """What nobody waits for any more stays: there is nobody to send it elsewhere."""
+        entry = self._context.ledger.get(microbatch)
+        return entry is not None and not entry.was_given and bool(self._listeners.get(microbatch))
 
     async def replay(self, replay: Replay, exchange: Exchange) -> Done:
         """Give a finished microbatch to the next stage once more, with the same bytes: somebody there lost it."""
@@ -193,6 +214,9 @@ class Microbatches:
                 clock.queue_s += back.queue_s
                 clock.backward_s = back.run_s
                 answer = self._answer(clock, back.value.payload, below.loss, below)
+        except Withdrawn as withdrawn:
+            ledger.drop(entry)
+            raise context.refuse(Code.ELSEWHERE, entry.given_to) from withdrawn
         except BaseException as error:
             if not entry.accumulated:
                 ledger.drop(entry)

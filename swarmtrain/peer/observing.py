@@ -119,7 +119,6 @@ class PeerObserver:
             "forwards": context.jobs.num_forwards,
             "recomputed": context.jobs.num_recomputed,
             "rerouted": context.dispatcher.counters.rerouted if context.dispatcher else {},
-            "fed": context.dispatcher.counters.fed if context.dispatcher else 0,
             "next_stage_peers": _num_serving(context) if context.dispatcher else None,
             "ledger_bytes": context.ledger.num_bytes(),
             "open_microbatches": sum(entry.answer is None for entry in context.ledger),

@@ -40,8 +40,6 @@ class PeerEstimate:
     queue_seen_at: float = -math.inf
     load_s: float = 0.0
     load_seen_at: float = -math.inf
-    portions: float = 1.0  # how often it may be fed because it says that it is hungry, as of pick number `portions_at`
-    portions_at: int = 0
     latency_s: float = 0.0  # bias-corrected by `latency_weight`; only the latency policy uses it
     latency_weight: float = 0.0
 

@@ -14,15 +14,10 @@ from collections.abc import Set as AbstractSet
 from swarmtrain.route.estimate import PeerEstimate, Trouble, moved
 from swarmtrain.route.policies import Candidate, RouterOptions
 from swarmtrain.route.table import PeerTable
-from swarmtrain.route.views import MAX_SERVICE_S, Offer
+from swarmtrain.route.views import Offer
 
 BEST_LINK_FORGETTING = 0.005  # per measurement
 MAX_DRAWS = 8
-MAX_HUNGRY = 32
-HUNGER_LIFE = 2.0  # in units of what the peer takes for one microbatch: by then somebody else has fed it
-MAX_FED = 3.0
-MAX_PORTIONS = 2.0
-LOAD_WEIGHT = 0.05
 MAX_KNOWN = 256  # peers that a sender remembers; of a larger stage, those it met last
 
 
@@ -42,9 +37,6 @@ class FinishTimePolicy:
         self._usual_prediction_s = 0.0
         self._max_speedup = 1.0  # the most by which a peer was lately faster than it announces
         self._best_goodput = 0.0  # of all links measured lately; 0: none yet
-        self._hungry: dict[str, tuple[float, float]] = {}  # (when it said so, what it held), the last one at the end
-        self._usual_load_s = 0.0
-        self._num_picks = 0
 
     def choose(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> Candidate | None:
         """The better of `num_candidates` draws."""
@@ -74,59 +66,6 @@ class FinishTimePolicy:
             return None
         return self.candidate(position, num_bytes, now)
 
-    def hungry(self, peer_id: str, load_s: float, now: float) -> None:
-        """Remembered until it is fed; of many, those who said it last. Who is not listed is not heard."""
-        if peer_id not in self._table.snapshot.index:
-            return
-        self._hungry.pop(peer_id, None)
-        self._hungry[peer_id] = (now, load_s)
-        if len(self._hungry) > MAX_HUNGRY:
-            del self._hungry[next(iter(self._hungry))]
-
-    def feed(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> Candidate | None:
-        """The one that said it last, if work is what it lacks, and not a faster wire or somebody to take its work.
-
-        Nor who was fed much more than its share here already: whoever says it all the time must not get everything.
-        """
-        if not self._hungry or self._rng.random() < self._options.deafness:
-            return None
-        while self._hungry:
-            peer_id, (said_at, load_s) = self._hungry.popitem()
-            position = self._table.snapshot.index.get(peer_id)
-            if position is None:
-                continue
-            offer, known = self._table.snapshot.offers[position], self.estimate(peer_id)
-            load_s = max(load_s, known.load_now_s(offer, now))
-            is_stuck = load_s > 2.0 * (self._usual_load_s + offer.announced_s)
-            is_late = now - said_at > HUNGER_LIFE * offer.announced_s
-            if is_late or is_stuck or offer.link_bound or not self._table.is_usable(offer, now, exclude):
-                continue
-            transfer_s = (known.backlog_bytes + num_bytes) / (known.goodput or self._prior(offer))
-            if transfer_s > known.compute_now_s(offer) or not self._may_be_fed(known, offer):
-                continue
-            return self.candidate(position, num_bytes, now)
-        return None
-
-    def _may_be_fed(self, known: PeerEstimate, offer: Offer) -> bool:
-        """Takes one portion, of which a peer gets `MAX_FED` times as many as its share of this sender's work.
-
-        (One that has only just come has three times as much time for forwards as it will have later.) In a small stage
-        half of what is not its share stays for the others, who would never be tried else.
-        """
-        share = min(1.0, 1.0 / (offer.announced_s * self._table.snapshot.total_rate))
-        earned = min(MAX_FED * share, 0.5 * (1.0 + share)) * (self._num_picks - known.portions_at)
-        known.portions = min(MAX_PORTIONS, known.portions + earned)
-        known.portions_at = self._num_picks
-        if known.portions < 1.0:
-            return False
-        known.portions -= 1.0
-        return True
-
-    def loaded(self, load_s: float) -> None:
-        """Keep track of what peers usually hold."""
-        if 0.0 <= load_s < MAX_SERVICE_S:
-            self._usual_load_s = moved(self._usual_load_s, load_s, LOAD_WEIGHT) if self._usual_load_s else load_s
-
     def candidate(self, position: int, num_bytes: float, now: float) -> Candidate:
         """As drawn, whether it is usable or not."""
         offer = self._table.snapshot.offers[position]
@@ -152,7 +91,6 @@ class FinishTimePolicy:
     def charge(self, candidate: Candidate) -> None:
         """Virtual time is the mean of all clocks, weighted by rate: one pick advances it by that peer's share of it."""
         known = candidate.known
-        self._num_picks += 1
         # A clock far behind (long banned, long queue) must not cause a burst, one far ahead must not starve its peer.
         lead = self._clamped_lead(known, candidate.service_s) + candidate.service_s
         known.clock = self._virtual_time + lead
@@ -166,7 +104,7 @@ class FinishTimePolicy:
         if known is None:
             if len(estimates) >= MAX_KNOWN:
                 del estimates[next(iter(estimates))]  # what was measured so long ago says no more than its record
-            known = estimates[peer_id] = PeerEstimate(clock=self._virtual_time, portions_at=self._num_picks)
+            known = estimates[peer_id] = PeerEstimate(clock=self._virtual_time)
         return known
 
     def back_off_s(self, strikes: int) -> float:

@@ -1,47 +1,50 @@
-"""A peer that runs out of work says so, and the next piece goes to it.
+"""A peer that runs out of work asks others of its stage, and one that has forwards waiting gives one away.
 
 What a sender knows of a queue is old by the time it matters: a processor stands idle while others of its stage have
-work waiting. So the peer itself tells some of those who gave it work lately, when it begins with the last piece it has,
-and again when that is done (join-idle-queue, Lu et al. 2011, with several tokens per idle server). What a sender does
-with it: `FinishTimePolicy.feed`. A hint that is lost, late or wrong costs a wait in a queue, never a result.
+work waiting. So the idle one asks (work stealing, Blumofe and Leiserson 1999). Who gives refuses its caller and names
+the asker, and the caller sends the same bytes there: for the rules of the chain a refusal like any other. A request
+that is lost, late or a lie costs a detour, never a result.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import deque
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
-NUM_TOLD = 3  # at most
-CALLERS_PER_TOLD = 6  # of fewer nobody is told: few senders know a small stage well, and all would send at once
-REMEMBERED = 32  # calls; who calls often is in it often, and will soon have something to send
-MIN_PAUSE_S = 0.25  # work shorter than this is not worth a message
+NUM_ASKED = 6  # of a stage, one after the other until somebody gives
+MIN_PAUSE_S = 0.25  # between two rounds of asking: work that is shorter is not worth the messages
+MIN_WAIT_S = 0.25  # what would be done sooner where it is stays there: the detour takes as long
+MAX_EXCESS = 1.15
 
-Caller = TypeVar("Caller")
+Peer = TypeVar("Peer")
 
 
-class Appetite(Generic[Caller]):
-    """Whom a peer tells that it runs out of work."""
+class Appetite:
+    """When a peer that runs out of work asks, and whom."""
 
-    def __init__(self, rng: random.Random, num_told: int = NUM_TOLD) -> None:
+    def __init__(self, rng: random.Random, num_asked: int = NUM_ASKED) -> None:
         self._rng = rng
-        self._num_told = num_told
-        self._callers: deque[Caller] = deque(maxlen=REMEMBERED)
-        self._told_at = -math.inf
+        self._num_asked = num_asked
+        self._asked_at = -math.inf
 
-    def called_by(self, caller: Caller) -> None:
-        """This one has sent a piece of work."""
-        self._callers.append(caller)
-
-    def whom_to_tell(self, now: float) -> list[Caller]:
-        """Some of the last callers, each by how often it calls; nobody of few, or if others were told just now."""
-        callers, random_ = self._callers, self._rng.random
-        num_told = min(self._num_told, len(set(callers)) // CALLERS_PER_TOLD)
-        if not num_told or now - self._told_at < MIN_PAUSE_S:
+    def whom_to_ask(self, others: Sequence[Peer], now: float) -> list[Peer]:
+        """Some of the others of its stage, in random order; nobody if it asked just now."""
+        if now - self._asked_at < MIN_PAUSE_S or not others:
             return []
-        self._told_at = now
-        return list(dict.fromkeys(callers[int(random_() * len(callers))] for _ in range(num_told)))
+        self._asked_at = now
+        return self._rng.sample(others, min(self._num_asked, len(others)))
+
+
+def gives(*, waiting_s: float, load_s: float, asker_load_s: float, asker_service_s: float) -> bool:
+    """Whether a peer gives away the forward that it would do last, and that waits here for about `waiting_s`.
+
+    `load_s` is what each of the two has committed itself to: both passes of all that it holds. Who stands idle while it
+    holds much only waits for its gradients to come back: with more it would fall behind when they do. So work goes to
+    those who hold no more than the giver, within what loads differ by chance.
+    """
+    return waiting_s > MIN_WAIT_S and asker_load_s + asker_service_s <= MAX_EXCESS * load_s
 
 
 def is_held_up(backlog_bytes: float, message_bytes: float) -> bool:

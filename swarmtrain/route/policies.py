@@ -21,7 +21,6 @@ class RouterOptions:
     bytes_out: float = 0.0
     exploration: float = 0.03
     num_candidates: int = 2
-    deafness: float = 0.1  # of the picks do not listen to who is hungry: a newcomer has nobody to tell yet
     max_clock_lead: float = 4.0  # how far a clock may be off, in units of service time + usual prediction
     min_timeout_s: float = 2.0
     timeout_factor: float = 3.0
@@ -47,15 +46,6 @@ class Policy(Protocol):
 
     def explore(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> Candidate | None:
         """Once in a while somebody whatever the score, so that a wrong estimate is corrected; mostly None."""
-
-    def hungry(self, peer_id: str, load_s: float, now: float) -> None:
-        """The peer says that it runs out of work, and what it holds."""
-
-    def feed(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> Candidate | None:
-        """Somebody who said lately that it runs out of work; mostly None."""
-
-    def loaded(self, load_s: float) -> None:
-        """A peer that has answered holds so much work."""
 
     def candidate(self, position: int, num_bytes: float, now: float) -> Candidate:
         """Look at one position."""

@@ -6,7 +6,6 @@ every call; ask it with `pick`. It does no I/O, reads no clock of its own and dr
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -16,7 +15,7 @@ from swarmtrain.route.finish_time import FinishTimePolicy
 from swarmtrain.route.policies import Candidate, Policy, RouterOptions
 from swarmtrain.route.swarm_latency import SwarmLatencyPolicy
 from swarmtrain.route.table import PeerTable
-from swarmtrain.route.views import HUNGRY, LinkView, PeerView, Pick, StageSnapshot
+from swarmtrain.route.views import LinkView, PeerView, Pick, StageSnapshot
 
 NOBODY: frozenset[str] = frozenset()
 POLICIES: dict[str, type[FinishTimePolicy] | type[SwarmLatencyPolicy]] = {
@@ -81,9 +80,6 @@ class Router:
         candidate = policy.explore(num_bytes, now, exclude)
         if candidate is not None:
             return self._picked(candidate, "explore")
-        candidate = policy.feed(num_bytes, now, exclude)
-        if candidate is not None:
-            return self._picked(candidate, HUNGRY)
         candidate = policy.choose(num_bytes, now, exclude)
         if candidate is not None:
             return self._picked(candidate, "best")
@@ -123,7 +119,6 @@ class Router:
         known.observe_queue(queue_s, now)
         if load_s is not None:
             known.observe_load(load_s, now)
-            self._policy.loaded(load_s)
         self._table.succeeded(peer_id)
 
     def observed(
@@ -148,11 +143,6 @@ class Router:
             known.observe_queue(queue_s, now)
         if load_s is not None:
             known.observe_load(load_s, now)
-
-    def hungry(self, peer_id: str, *, load_s: float = 0.0, now: float | None = None) -> None:
-        """The peer says that it runs out of work while it holds `load_s`. A hint: it may be fed, or not."""
-        if 0.0 <= load_s < math.inf:
-            self._policy.hungry(peer_id, load_s, self._clock() if now is None else now)
 
     def timed_out(self, peer_id: str, elapsed_s: float, now: float | None = None) -> None:
         """No answer within the timeout. The elapsed time enters the estimate; two in a row ban the peer."""

@@ -38,16 +38,6 @@ class SwarmLatencyPolicy:
         """The published router does not."""
         return None
 
-    def hungry(self, peer_id: str, load_s: float, now: float) -> None:
-        """Not in the published router."""
-
-    def feed(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> Candidate | None:
-        """Not in the published router."""
-        return None
-
-    def loaded(self, load_s: float) -> None:
-        """Not looked at."""
-
     def candidate(self, position: int, num_bytes: float, now: float) -> Candidate:
         """The mean latency stands for both times; nothing finer is known."""
         known = self.estimate(self._table.snapshot.offers[position].peer_id)

@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 SERVING = "serving"
-HUNGRY = "hungry"  # why a peer was picked: it said that it runs out of work
 
 # A record that announces nothing usable is not refused: the peer is tried, and what is measured replaces this.
 DEFAULT_SERVICE_S = 1.0

@@ -10,7 +10,7 @@ from swarmtrain.route.router import Router
 from swarmtrain.route.window import InFlightWindow, WindowOptions, stepwise
 from swarmtrain.sim.directory import stage_bytes
 from swarmtrain.sim.peer import Job, Microbatch, SimPeer
-from swarmtrain.sim.pipeline import DRAINING_RETRY_S, NOBODY_RETRY_S, Pipeline, World
+from swarmtrain.sim.pipeline import DRAINING_RETRY_S, GIVER_REST_S, NOBODY_RETRY_S, Pipeline, World
 
 MIN_IN_FLIGHT = 4
 LEASE_BYTES = 16e3  # tokens: nothing beside a boundary tensor
@@ -73,6 +73,13 @@ class Leases:
         self.homeless.append(microbatch)
         self.fill()
 
+    def given(self, microbatch: Microbatch, giver: SimPeer, taker: SimPeer) -> None:
+        """An owner gives a lease to another peer of the stage."""
+        if self._waiting[giver.number] > 0:
+            self._waiting[giver.number] -= 1
+        self._router.busy(giver.peer_id, GIVER_REST_S)
+        self._hand(microbatch, taker)
+
     def forwarded(self, owner: SimPeer, job: Job, began_at: float) -> None:
         """An owner has done its forward and says where the time went."""
         now = self._world.engine.now
@@ -107,6 +114,9 @@ class Leases:
             self._in_flight += 1
             self.num_given += 1
             microbatch = Microbatch(self.num_given, self._world.scenario.num_stages, self._world.engine.now)
+        self._hand(microbatch, owner)
+
+    def _hand(self, microbatch: Microbatch, owner: SimPeer) -> None:
         self._waiting[owner.number] += 1
         delay_s = owner.latency_s + self._world.scenario.backbone_latency_s
         self._world.engine.after(delay_s, self._arrives, microbatch, owner)

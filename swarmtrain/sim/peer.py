@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import random
 
-from swarmtrain.route.hunger import Appetite
 from swarmtrain.route.router import Router
 from swarmtrain.sim.scenario import PeerSpec
 
@@ -19,6 +18,7 @@ class Microbatch:
         "answered",
         "computed",
         "exclude",
+        "given",
         "number",
         "queue_s",
         "ready",
@@ -36,6 +36,7 @@ class Microbatch:
         self.computed = [False] * num_stages  # forward done by route[stage]
         self.ready = [False] * num_stages  # backward done: its gradient can be had from route[stage]
         self.answered = [-1] * num_stages  # the caller's token for which the gradient was sent
+        self.given = -1  # the last stage in which it was given away
         self.exclude: frozenset[str] = frozenset()  # peers of the next stage that refused it
 
 
@@ -54,13 +55,17 @@ class Job:
         self.sent_at = sent_at
         self.arrived_at = arrived_at
 
+    def may_be_given(self) -> bool:
+        """Whether it is a forward that is still wanted here, and that nobody of the stage has given away."""
+        microbatch, stage = self.microbatch, self.stage
+        return self.kind == FORWARD and microbatch.given != stage and microbatch.token[stage] == self.token
+
 
 class SimPeer:
     """State of one machine. It is changed by `pipeline`, `membership` and `steps`; idle time is kept by `meters`."""
 
     __slots__ = (
         "accumulated",
-        "appetite",
         "available_from",
         "busy",
         "down_free",
@@ -68,6 +73,7 @@ class SimPeer:
         "held",
         "idle_since",
         "incarnation",
+        "is_asking",
         "jobs",
         "latency_s",
         "num_forward",
@@ -118,7 +124,7 @@ class SimPeer:
         self.accumulated = 0  # microbatches of the current step whose gradient it has
         self.replaying = 0  # pieces that it computes for a peer that was lost
         self.router: Router | None = None
-        self.appetite: Appetite[SimPeer] | None = None
+        self.is_asking = False  # others of its stage, for work
 
     def forget_work(self) -> None:
         """Everything in memory is lost: the machine died, or it left the stage."""
@@ -128,6 +134,7 @@ class SimPeer:
         self.busy = False
         self.accumulated = 0
         self.replaying = 0
+        self.is_asking = False
         self.incarnation += 1
 
     def push(self, job: Job, sequence: int, order: str) -> None:
@@ -144,6 +151,16 @@ class SimPeer:
         if job.kind != BACKWARD:
             self.num_forward -= 1
         return job
+
+    def take_last_forward(self) -> Job | None:
+        """Out of the queue: the forward that would be done last. What was given away once stays."""
+        last = max((place for place in self.jobs if place[3].may_be_given()), default=None)
+        if last is None:
+            return None
+        self.jobs.remove(last)
+        heapq.heapify(self.jobs)
+        self.num_forward -= 1
+        return last[3]
 
     def load_s(self, cost: float) -> float:
         """Both passes of everything it holds."""

@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarmtrain.route.hunger import Appetite, is_held_up
 from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import LinkView
@@ -23,6 +22,7 @@ from swarmtrain.sim.scenario import Scenario
 NOBODY_RETRY_S = 2.0  # until the directory is asked again when a stage seems to have no peers
 DRAINING_RETRY_S = 30.0  # a peer that drains is not asked again before its record says something else
 CONNECT_TIMEOUT_S = 3.0
+GIVER_REST_S = 0.2  # who gives work away is not sent more at once, as the daemons
 FORWARD_SHARE = 1.0 / 3.0  # of a stage's work for a microbatch
 
 
@@ -56,6 +56,8 @@ class Pipeline:
         self.on_owner_lost: Callable[[Microbatch, SimPeer], None] = lambda microbatch, owner: None
         self.on_forwarded: Callable[[SimPeer, Job, float], None] = lambda owner, job, began_at: None
         self.on_drained: Callable[[SimPeer], None] = lambda peer: None
+        self.on_running_out: Callable[[SimPeer], None] = lambda peer: None
+        self.on_lease_given: Callable[[Microbatch, SimPeer, SimPeer], None] = lambda microbatch, giver, taker: None
         self.on_replayed: Callable[[], None] = lambda: None
         self._sequence = 0
         self._costs = world.scenario.costs
@@ -63,7 +65,6 @@ class Pipeline:
         self._gauss = world.rng.gauss
         self._jitter = world.scenario.compute_jitter
         self._job_order = world.scenario.job_order
-        self._hunger_rng = random.Random(f"hunger {world.scenario.seed}")
 
     # -- entering and leaving a stage
 
@@ -71,7 +72,6 @@ class Pipeline:
         """Give a peer that starts to serve its stage a fresh router."""
         scenario, stage = self.scenario, peer.stage
         peer.router = None
-        peer.appetite = Appetite(self._hunger_rng, scenario.num_told) if scenario.num_told else None
         if stage < self.last:
             bytes_in, bytes_out = stage_bytes(scenario, stage + 1)
             options = RouterOptions(my_up_bytes_per_s=peer.up_rate, bytes_in=bytes_in, bytes_out=bytes_out)
@@ -162,7 +162,9 @@ class Pipeline:
             self.meters.count("nobody to ask" if pick is None else "all busy", now)
             self.engine.after(NOBODY_RETRY_S if pick is None else pick.wait_s, self._send, microbatch, stage, sender)
             return
-        peer = self.world.by_id[pick.peer_id]
+        self._send_to(self.world.by_id[pick.peer_id], microbatch, stage, sender)
+
+    def _send_to(self, peer: SimPeer, microbatch: Microbatch, stage: int, sender: SimPeer) -> None:
         microbatch.route[stage] = peer
         self._lose_work(microbatch, stage)
         microbatch.answered[stage] = -1
@@ -175,12 +177,14 @@ class Pipeline:
             self._transfer_then(sender, peer, self._refused, microbatch, stage, sender, peer, token, "draining")
             return
         peer.held[microbatch] = stage
-        start = max(now, sender.up_free)
+        start = max(self.engine.now, sender.up_free)
         self._transfer_then(sender, peer, self._forward_arrives, microbatch, stage, peer, sender, token, start)
 
     def _holds(self, peer: SimPeer, microbatch: Microbatch, stage: int) -> bool:
         """Whether asking this peer again finds work that is done or under way."""
-        return microbatch in peer.held or (microbatch.ready[stage] and peer.state != "gone" and peer.stage == stage)
+        return peer.held.get(microbatch) == stage or (
+            microbatch.ready[stage] and peer.state != "gone" and peer.stage == stage
+        )
 
     def _transfer_then(self, source: SimPeer, target: SimPeer, call: Callable[..., None], *arguments: object) -> None:
         """Both links are occupied for their share of the time; the message arrives when the slower one is done."""
@@ -207,8 +211,6 @@ class Pipeline:
             peer.held.pop(microbatch, None)
             self.engine.after(back, self._refused, microbatch, stage, sender, peer, token, "busy")
             return
-        if peer.appetite is not None:
-            peer.appetite.called_by(sender)
         self._enqueue(peer, Job(FORWARD, microbatch, stage, token, sent_at, self.engine.now))
 
     def _refused(
@@ -242,6 +244,35 @@ class Pipeline:
         elif microbatch.ready[stage]:
             self._answer(microbatch, stage, peer)
 
+    def give_away(self, giver: SimPeer, taker: SimPeer) -> bool:
+        """The forward that the giver would do last goes to the taker; False if there is none that it may give."""
+        job = giver.take_last_forward()
+        if job is None:
+            return False
+        microbatch, stage = job.microbatch, job.stage
+        giver.held.pop(microbatch, None)
+        microbatch.given = stage
+        microbatch.route[stage] = None
+        caller = microbatch.route[stage - 1] if stage else None
+        latency_s = giver.latency_s + self._backbone_latency_s + (caller.latency_s if caller is not None else 0.0)
+        self.meters.count("given to others of the stage", self.engine.now)
+        self.engine.after(latency_s, self._given, microbatch, stage, giver, taker, job.token)
+        return True
+
+    def _given(self, microbatch: Microbatch, stage: int, giver: SimPeer, taker: SimPeer, token: int) -> None:
+        """The caller hears who takes it, if it is still the one who waits for it."""
+        if microbatch.token[stage] != token:
+            return
+        if stage == 0:
+            self.on_lease_given(microbatch, giver, taker)
+            return
+        caller = microbatch.route[stage - 1]
+        if caller is None or caller.router is None or microbatch not in caller.held:
+            return  # whoever replaces it will send
+        if microbatch.computed[stage - 1]:
+            caller.router.busy(giver.peer_id, GIVER_REST_S)
+            self._send_to(taker, microbatch, stage, caller)
+
     # -- the processor
 
     def _enqueue(self, peer: SimPeer, job: Job) -> None:
@@ -256,30 +287,16 @@ class Pipeline:
         if not peer.jobs:
             peer.busy = False
             peer.idle_since = engine.now
-            self._say_hungry(peer)
+            self.on_running_out(peer)
             return
         job = peer.pop()
         peer.busy = True
         if not peer.jobs:
-            self._say_hungry(peer)
+            self.on_running_out(peer)
         seconds = self._share(job) * self._costs[job.stage] / peer.speed
         if self._jitter:
             seconds *= max(0.2, self._gauss(1.0, self._jitter))
         engine.at(engine.now + seconds, self._computed, peer, job, engine.now, peer.incarnation)
-
-    def _say_hungry(self, peer: SimPeer) -> None:
-        now = self.engine.now
-        backlog_bytes = (peer.up_free - now) * peer.up_rate
-        if peer.appetite is None or peer.state != "serving" or is_held_up(backlog_bytes, self.num_bytes):
-            return
-        load_s = peer.load_s(self._costs[peer.stage])
-        for caller in peer.appetite.whom_to_tell(now):
-            latency_s = peer.latency_s + self._backbone_latency_s + caller.latency_s
-            self.engine.at(now + latency_s, self._hears, caller, peer, load_s)
-
-    def _hears(self, caller: SimPeer, peer: SimPeer, load_s: float) -> None:
-        if caller.router is not None and caller.stage == peer.stage - 1:
-            caller.router.hungry(peer.peer_id, load_s=load_s, now=self.engine.now)
 
     def _share(self, job: Job) -> float:
         """Of a stage's work for a microbatch: backward is twice a forward; the last stage does both in one."""

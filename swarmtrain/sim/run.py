@@ -16,6 +16,7 @@ from swarmtrain.sim.meters import CAUSES, Meters
 from swarmtrain.sim.peer import SimPeer, draw_machines
 from swarmtrain.sim.pipeline import Pipeline, World
 from swarmtrain.sim.scenario import Scenario
+from swarmtrain.sim.sharing import Sharing
 from swarmtrain.sim.steps import Steps
 
 BIN_S = 60.0
@@ -84,6 +85,7 @@ class Simulation:
         self._alive = alive
         self.pipeline = Pipeline(world)
         self.leases = leases = Leases(world, self.pipeline)
+        self.sharing = Sharing(world, self.pipeline)
         self.steps = Steps(world, self.pipeline, leases, random.Random(f"steps {scenario.seed}"))
         moving = random.Random(f"membership {scenario.seed}")
         self.membership = Membership(world, self.pipeline, leases, self.steps, moving)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 
 from swarmtrain.errors import UsageError
-from swarmtrain.route.hunger import NUM_TOLD
+from swarmtrain.route.hunger import NUM_ASKED
 from swarmtrain.route.rebalance import RebalanceOptions
 from swarmtrain.route.router import POLICIES
 
@@ -64,7 +64,7 @@ class Scenario:
     gradient_bytes: tuple[float, ...] = ()
     queue_limit: int = 64  # forward jobs a peer accepts before it says BUSY, as the daemons
     job_order: str = "backward-first"  # of a peer's processor, as the daemons; or by microbatch, or as they come
-    num_told: int = NUM_TOLD  # callers that a peer tells when it runs out of work; 0: it does not
+    num_asked: int = NUM_ASKED  # others of its stage whom a peer asks when it runs out of work; 0: it does not
     window_maximum: int = 0  # microbatches under way at most; 0: see `window_limit`
 
     # Coming and going.

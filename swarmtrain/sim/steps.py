@@ -25,6 +25,7 @@ class Steps:
         pipeline.on_finished = self._finished
         pipeline.on_owner_lost = leases.owner_lost
         pipeline.on_forwarded = leases.forwarded
+        pipeline.on_lease_given = leases.given
         pipeline.on_replayed = self._settle_one
 
     def work_lost(self, peer: SimPeer) -> None:

@@ -44,6 +44,7 @@ class Code(StrEnum):
     BAD_ROSTER = "bad-roster"  # a reduction that cannot be one of this stage
     NOT_SERVING = "not-serving"  # joining, paused or draining
     BUSY = "busy"
+    ELSEWHERE = "elsewhere"  # another peer of the stage, which has nothing to do, takes it; the text is its id
     UNPREPARED = "unprepared"  # apply came without a prepared sum
     UNKNOWN = "unknown"  # nothing is known of what was asked for
     NOBODY = "nobody"  # the next stage has no peers
@@ -77,6 +78,7 @@ class Work(Message):
     tokens: Annotated[Blob, MaxLength(16 * MIB)]
     boundary: Annotated[Blob, MaxLength(256 * MIB)]  # empty for stage 0
     backlog_s: Seconds = 0.0  # other work that the caller has to do, when it sends this
+    is_given: bool = False  # somebody of the stage has given it away: it is not given away again
 
 
 @message(kind="done", priority=Priority.BOUNDARY)
@@ -114,11 +116,19 @@ class Progress(Message):
 
 @message(kind="hungry", priority=Priority.CONTROL)
 class Hungry(Message):
-    """To some of those who sent work lately: this peer of `stage` runs out of it. Answer: `Acknowledged`."""
+    """To another peer of the same stage: this one runs out of work. Answer: `Spared`."""
 
     run: RunId
     stage: StageIndex
     load_s: Seconds  # both passes of everything that it holds, most of which is further down now
+    service_s: Seconds  # both passes of one microbatch
+
+
+@message(kind="spared", priority=Priority.CONTROL)
+class Spared(Message):
+    """Whether something was given away. It comes from its caller, unless that has other plans."""
+
+    is_given: bool
 
 
 @message(kind="replay", priority=Priority.CONTROL)
@@ -393,6 +403,7 @@ MESSAGES = Registry(
     Done,
     Progress,
     Hungry,
+    Spared,
     Replay,
     Enroll,
     Enrolled,

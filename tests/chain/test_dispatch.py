@@ -119,6 +119,34 @@ def test_a_failed_call_is_repeated_elsewhere_with_the_same_bytes(failure: Except
     run(main())
 
 
+def test_what_is_given_away_goes_to_the_one_that_takes_it_once_and_for_all() -> None:
+    async def main() -> None:
+        dispatcher, node, neighbours = dispatch({"a": CallRefused(Code.ELSEWHERE, "c"), "b": good, "c": good})
+        assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
+        assert node.calls == [("a", WORK), ("c", replace(WORK, is_given=True))]
+        assert ("busy", "a") in neighbours.router.told
+        assert dispatcher.counters.rerouted == {Code.ELSEWHERE: 1}
+
+    run(main())
+
+
+def test_a_taker_that_does_not_exist_or_fails_is_done_without() -> None:
+    async def main() -> None:
+        for taker, expected in (("nobody", ["a", "a"]), ("c", ["a", "c", "a"])):
+            replies = [CallRefused(Code.ELSEWHERE, taker)]
+
+            def once(*_: object, replies: list[CallRefused] = replies) -> Done:
+                if replies:
+                    raise replies.pop()
+                return DONE
+
+            dispatcher, node, _ = dispatch({"a": once, "c": LinkClosed("it died")})
+            assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
+            assert [peer for peer, _ in node.calls] == expected
+
+    run(main())
+
+
 def test_an_answer_that_cannot_be_right_is_asked_for_elsewhere() -> None:
     async def main() -> None:
         bad = Done(0.0, (), 0.0, 0.0, 0.0, b"")

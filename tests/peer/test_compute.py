@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.peer.compute import ComputeThread, Kind
+from swarmtrain.peer.compute import ComputeThread, Kind, Withdrawn
 
 
 def with_thread(main: Callable[[ComputeThread], Awaitable[None]]) -> None:
@@ -26,7 +26,11 @@ def with_thread(main: Callable[[ComputeThread], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-async def held(compute: ComputeThread, submit: Callable[[], list[Coroutine[Any, Any, Any]]]) -> list[Any]:
+async def held(
+    compute: ComputeThread,
+    submit: Callable[[], list[Coroutine[Any, Any, Any]]],
+    before: Callable[[], None] = lambda: None,
+) -> list[Any]:
     """Submit jobs while the thread is busy with one, so that they are sorted before any of them runs."""
     busy, go = threading.Event(), threading.Event()
 
@@ -39,9 +43,35 @@ async def held(compute: ComputeThread, submit: Callable[[], list[Coroutine[Any, 
     tasks = [asyncio.create_task(item) for item in submit()]
     await asyncio.sleep(0)  # every task runs up to its await: its job is queued
     assert compute.backlog() == len(tasks)
+    before()
     go.set()
     await first
     return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from(list(Kind)), st.integers(0, 5)), min_size=1, max_size=20), st.integers(0, 5))
+def test_the_job_that_would_run_last_is_withdrawn_and_the_others_run(
+    wanted: list[tuple[Kind, int]], may_not_go: int
+) -> None:
+    ran: list[int] = []
+    withdrawn: list[int | None] = []
+
+    async def main(compute: ComputeThread) -> None:
+        def withdraw() -> None:  # on the loop, while all the others wait
+            withdrawn.append(compute.withdraw(Kind.FORWARD, lambda microbatch: microbatch != may_not_go))
+
+        jobs = [compute.run(kind, age, lambda i=i: ran.append(i)) for i, (kind, age) in enumerate(wanted)]
+        found = await held(compute, lambda: jobs, before=withdraw)
+        assert [i for i, one in enumerate(found) if isinstance(one, Withdrawn)] == expected
+        assert compute.backlog() == 0
+
+    order = sorted(range(len(wanted)), key=lambda i: (wanted[i][0].rank, wanted[i][1], i))
+    forwards = [i for i in order if wanted[i][0] is Kind.FORWARD and wanted[i][1] != may_not_go]
+    expected = forwards[-1:]
+    with_thread(main)
+    assert withdrawn == [wanted[forwards[-1]][1] if forwards else None]
+    assert ran == [i for i in order if i not in expected]
 
 
 @settings(deadline=None, max_examples=30)

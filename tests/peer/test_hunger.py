@@ -1,8 +1,10 @@
-"""A peer whose compute thread runs out of work tells those who called it, and a caller that is told sends there."""
+"""A peer whose compute thread runs out of work asks others of its stage; who is asked gives what waits longest."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,57 +15,57 @@ from swarmtrain.net.errors import LinkClosed, Refusal
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.hunger import Hunger
+from swarmtrain.peer.ledger import Entry
 from swarmtrain.peer.microbatch import Microbatches
-from swarmtrain.route.hunger import MIN_PAUSE_S
+from swarmtrain.route.hunger import MIN_PAUSE_S, NUM_ASKED
 from swarmtrain.run.manifest import Manifest
-from swarmtrain.wire.messages import Acknowledged, Code, Hungry
+from swarmtrain.wire.messages import Code, Done, Hungry, Spared, Work
 
-from .test_stage_jobs import jobs_of, manifest
+from .test_stage_jobs import jobs_of, manifest, tokens
 
 __all__ = ["manifest"]  # a fixture
 
+OTHERS = tuple(f"sibling {number}" for number in range(9))
 
-CALLERS = [f"caller {number}" for number in range(6)]  # of fewer nobody is told
 
-
-def fed_by_many(hunger: Hunger) -> None:
-    for caller in CALLERS:
-        hunger.fed_by(caller)
+async def nothing() -> None:
+    return None
 
 
 class Wire:
-    """As much of a node as hints need."""
+    """As much of a node as asking needs."""
 
     peer_id = "p"
 
     def __init__(self) -> None:
         self.waiting_bytes = 0
         self.is_broken = False
-        self.heard: list[tuple[str, Hungry]] = []
+        self.giver = -1  # the how manieth that is asked gives
+        self.on_call: Callable[[], Awaitable[None]] = nothing
+        self.asked: list[tuple[str, Hungry]] = []
 
     def backlog_bytes(self) -> int:
         return self.waiting_bytes
 
-    async def call(self, peer_id: str, hint: Hungry, deadline_s: float, *, expect: type) -> Acknowledged:
-        self.heard.append((peer_id, hint))
+    async def call(self, peer_id: str, request: Hungry, deadline_s: float, *, expect: type) -> Spared:
+        self.asked.append((peer_id, request))
+        await self.on_call()
         if self.is_broken:
             raise LinkClosed("it died")
-        return Acknowledged("")
+        return Spared(len(self.asked) - 1 == self.giver)
 
 
-def context_of(manifest: Manifest, compute: ComputeThread, wire: Wire, dispatcher: object = None) -> PeerContext:
-    stage = 0 if dispatcher else 1
-    nothing = cast(Any, None)
-    jobs = jobs_of(manifest, stage)
-    context = PeerContext(
-        "run", manifest, stage, "life", cast(Any, wire), compute, jobs, nothing, cast(Any, dispatcher), 64, 1 << 40
-    )
+def context_of(manifest: Manifest, compute: ComputeThread, wire: Wire) -> PeerContext:
+    nobody = cast(Any, None)
+    jobs = jobs_of(manifest, 1)
+    context = PeerContext("run", manifest, 1, "life", cast(Any, wire), compute, jobs, nobody, None, 64, 1 << 40)
     context.state = PeerState.SERVING
     context.contact_at = asyncio.get_running_loop().time()
+    context.siblings = OTHERS
     return context
 
 
-def with_hunger(manifest: Manifest, main: Any) -> None:
+def with_hunger(manifest: Manifest, main: Callable[[ComputeThread, Wire, Hunger], Awaitable[None]]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(30):
             compute, wire = ComputeThread(), Wire()
@@ -77,38 +79,71 @@ def with_hunger(manifest: Manifest, main: Any) -> None:
     asyncio.run(bounded())
 
 
-def test_the_last_piece_of_work_makes_it_say_so_once_to_a_caller(manifest: Manifest) -> None:
+async def asked_all(hunger: Hunger) -> None:
+    await until(lambda: hunger._asking is None, "the round is over")
+
+
+# -- asking
+
+
+def test_the_last_piece_of_work_makes_it_ask_one_after_the_other(manifest: Manifest) -> None:
     async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
         await compute.run(Kind.FORWARD, 0, lambda: None)
-        assert wire.heard == []  # nobody has called yet
-        fed_by_many(hunger)
+        await until(lambda: len(wire.asked) == NUM_ASKED, "nobody gives: some are asked")
+        await asked_all(hunger)
+        assert {(request.run, request.stage, request.load_s) for _, request in wire.asked} == {("run", 1, 0.0)}
+        assert len({peer for peer, _ in wire.asked}) == NUM_ASKED  # its end, just afterwards, is no new round
+
+    with_hunger(manifest, main)
+
+
+def test_nobody_is_asked_after_one_has_given(manifest: Manifest) -> None:
+    async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
+        wire.giver = 2
         await compute.run(Kind.BACKWARD, 0, lambda: None)
-        await compute.run(Kind.MESSAGE, 0, lambda: None)  # what the thread said before has been heard by now
-        await until(lambda: bool(wire.heard), "the caller hears it")
-        ((caller, hint),) = wire.heard
-        assert caller in CALLERS
-        assert hint == Hungry("run", 1, 0.0)  # its end, just afterwards, is not worth another
+        await until(lambda: len(wire.asked) == 3, "the third one gives")
+        await asked_all(hunger)
+        assert len(wire.asked) == 3
+
+    with_hunger(manifest, main)
+
+
+def test_nobody_is_asked_when_work_has_come_by_itself(manifest: Manifest) -> None:
+    async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
+        go = threading.Event()
+        later: list[asyncio.Task[Any]] = []
+
+        async def more_comes() -> None:  # one that runs and one that waits
+            for number in (1, 2):
+                later.append(asyncio.create_task(compute.run(Kind.FORWARD, number, lambda: go.wait(20))))
+            await until(lambda: compute.backlog() == 1, "one waits")
+
+        wire.on_call = more_comes
+        await compute.run(Kind.FORWARD, 0, lambda: None)
+        await until(lambda: bool(wire.asked), "the first one is asked")
+        await asked_all(hunger)
+        assert len(wire.asked) == 1
+        go.set()
+        await asyncio.gather(*later)
 
     with_hunger(manifest, main)
 
 
 def test_step_work_and_messages_are_not_what_it_hungers_for(manifest: Manifest) -> None:
     async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
-        fed_by_many(hunger)
         for kind in (Kind.STEP, Kind.MESSAGE, Kind.EVALUATE):
             await compute.run(kind, 0, lambda: None)
-        assert wire.heard == []
+        assert wire.asked == []
         await compute.run(Kind.FORWARD, 0, lambda: None)
-        await until(lambda: bool(wire.heard), "a forward is")
+        await until(lambda: bool(wire.asked), "a forward is")
 
     with_hunger(manifest, main)
 
 
-@pytest.mark.parametrize("why", ["paused", "uplink", "no contact", "applying", "ledger"])
-def test_who_could_not_do_more_says_nothing(manifest: Manifest, why: str) -> None:
+@pytest.mark.parametrize("why", ["paused", "uplink", "no contact", "applying", "ledger", "alone"])
+def test_who_could_not_do_more_asks_nobody(manifest: Manifest, why: str) -> None:
     async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
         context = hunger._context
-        fed_by_many(hunger)
         match why:
             case "paused":
                 context.become(PeerState.PAUSED)
@@ -118,68 +153,160 @@ def test_who_could_not_do_more_says_nothing(manifest: Manifest, why: str) -> Non
                 context.contact_at = -1e9
             case "applying":
                 context.is_applying = True
+            case "alone":
+                context.siblings = ()
             case _:
                 context.max_ledger_bytes = -1
         await compute.run(Kind.FORWARD, 0, lambda: None)
         await compute.run(Kind.MESSAGE, 0, lambda: None)  # what the thread said before has been heard by now
-        assert wire.heard == []
+        assert wire.asked == []
 
     with_hunger(manifest, main)
 
 
-def test_nothing_is_said_after_the_end(manifest: Manifest) -> None:
+def test_nobody_is_asked_after_the_end(manifest: Manifest) -> None:
     async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
-        fed_by_many(hunger)
         await hunger.close()
         await compute.run(Kind.FORWARD, 0, lambda: None)
         await compute.run(Kind.MESSAGE, 0, lambda: None)
-        assert wire.heard == []
-        assert not hunger._telling
+        assert wire.asked == []
+        assert hunger._asking is None
 
     with_hunger(manifest, main)
 
 
-def test_a_caller_that_is_gone_disturbs_nobody(manifest: Manifest) -> None:
+def test_one_that_is_gone_disturbs_nobody(manifest: Manifest) -> None:
     async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
-        fed_by_many(hunger)
         wire.is_broken = True
         await compute.run(Kind.FORWARD, 0, lambda: None)
-        await until(lambda: len(wire.heard) == 1, "it is told")
+        await until(lambda: len(wire.asked) == NUM_ASKED, "the next one is asked")
+        await asked_all(hunger)
         loop = asyncio.get_running_loop()
         again_at = loop.time() + MIN_PAUSE_S
         await until(lambda: loop.time() > again_at, "the pause is over")
         await compute.run(Kind.FORWARD, 1, lambda: None)
-        await until(lambda: len(wire.heard) == 2, "it is told again")
-        await until(lambda: not hunger._telling, "nothing is left behind")
+        await until(lambda: len(wire.asked) > NUM_ASKED, "they are asked again")
 
     with_hunger(manifest, main)
 
 
-def test_a_hint_of_the_next_stage_reaches_the_router_and_others_are_refused(manifest: Manifest) -> None:
-    async def main() -> None:
-        told: list[tuple[str, float]] = []
-        router = SimpleNamespace(hungry=lambda peer_id, load_s: told.append((peer_id, load_s)))
-        dispatcher = SimpleNamespace(neighbours=SimpleNamespace(router=router))
-        exchange = cast(Any, SimpleNamespace(peer_id="below"))
-        compute = ComputeThread()
-        try:
-            first = Microbatches(context_of(manifest, compute, Wire(), dispatcher))
-            await first.hungry(Hungry("run", 1, 2.5), exchange)
-            assert told == [("below", 2.5)]
-            for hint, code in (
-                (Hungry("other", 1, 0.0), Code.WRONG_RUN),
-                (Hungry("run", 0, 0.0), Code.WRONG_STAGE),
-                (Hungry("run", 2, 0.0), Code.WRONG_STAGE),
-            ):
-                with pytest.raises(Refusal) as caught:
-                    await first.hungry(hint, exchange)
-                assert caught.value.code == code
-            last = Microbatches(context_of(manifest, compute, Wire()))
-            with pytest.raises(Refusal) as caught:  # the last stage sends nothing on
-                await last.hungry(Hungry("run", 2, 0.0), exchange)
-            assert caught.value.code == Code.WRONG_STAGE
-            assert told == [("below", 2.5)]
-        finally:
-            await compute.stop()
+# -- giving
 
-    asyncio.run(main())
+
+class Caller:
+    """As much of an exchange as a microbatch needs."""
+
+    peer_id = "caller"
+
+    def __init__(self) -> None:
+        self.deadline = asyncio.get_running_loop().time() + 60.0
+
+    def progress(self, item: object) -> None:
+        return None
+
+
+class Busy:
+    """A peer of the last stage whose processor is taken, so that what comes waits."""
+
+    def __init__(self, manifest: Manifest, compute: ComputeThread) -> None:
+        self.context = context_of(manifest, compute, Wire())
+        self.microbatches = Microbatches(self.context)
+        self.go = threading.Event()
+        self._manifest, self._above = manifest, jobs_of(manifest, 0)
+        self.occupied = asyncio.create_task(compute.run(Kind.STEP, -1, lambda: self.go.wait(20)))
+        compute.times.add(Kind.FORWARD, 2.0)  # so long do forwards take here
+
+    async def take(self, microbatch: int, *, is_given: bool = False) -> asyncio.Task[Done]:
+        ids = tokens(self._manifest, microbatch)
+        boundary = self._above.forward(Entry(microbatch, ids, b""), 0).payload
+        work = Work("run", 0, 1, 0, microbatch, 0, False, (), ids, boundary, is_given=is_given)
+        waiting = self.context.compute.backlog()
+        task = asyncio.create_task(self.microbatches.work(work, cast(Any, Caller())))
+        await until(lambda: self.context.compute.backlog() > waiting, "it waits")
+        return task
+
+    async def asked(self, request: Hungry | None = None, by: str = OTHERS[0]) -> bool:
+        exchange = cast(Any, SimpleNamespace(peer_id=by))
+        return (await self.microbatches.hungry(request or Hungry("run", 1, 0.0, 2.0), exchange)).is_given
+
+
+def with_busy_peer(manifest: Manifest, main: Callable[[Busy], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            compute = ComputeThread()
+            busy = Busy(manifest, compute)
+            try:
+                await main(busy)
+            finally:
+                busy.go.set()
+                await busy.occupied
+                await compute.stop()
+
+    asyncio.run(bounded())
+
+
+def test_what_would_be_done_last_goes_to_the_one_that_asks_and_the_rest_is_done(manifest: Manifest) -> None:
+    async def main(busy: Busy) -> None:
+        tasks = [await busy.take(number) for number in (2, 0, 1)]
+        assert await busy.asked()
+        with pytest.raises(Refusal) as caught:
+            await tasks[0]
+        assert (caught.value.code, caught.value.text) == (Code.ELSEWHERE, OTHERS[0])
+        assert {entry.microbatch for entry in busy.context.ledger} == {0, 1}
+        busy.go.set()
+        assert [len((await task).route) for task in tasks[1:]] == [1, 1]
+        assert busy.context.ledger.accumulated() == {0, 1}
+        assert busy.context.counters.refused == {Code.ELSEWHERE: 1}
+
+    with_busy_peer(manifest, main)
+
+
+def test_a_piece_that_went_comes_back_as_any_other(manifest: Manifest) -> None:
+    async def main(busy: Busy) -> None:
+        await busy.take(0)
+        gone = await busy.take(1)
+        assert await busy.asked()
+        with pytest.raises(Refusal):
+            await gone
+        again = await busy.take(1)
+        busy.go.set()
+        await again
+        assert busy.context.ledger.accumulated() >= {1}
+
+    with_busy_peer(manifest, main)
+
+
+@pytest.mark.parametrize("why", ["given before", "nobody waits", "asker holds more", "stranger", "nothing waits"])
+def test_what_stays(manifest: Manifest, why: str) -> None:
+    async def main(busy: Busy) -> None:
+        tasks = []
+        if why != "nothing waits":
+            tasks = [await busy.take(number, is_given=why == "given before") for number in (0, 1)]
+        if why == "nobody waits":
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            tasks = []
+        load_s = 1e3 if why == "asker holds more" else 0.0
+        assert not await busy.asked(Hungry("run", 1, load_s, 2.0), by="stranger" if why == "stranger" else OTHERS[0])
+        busy.go.set()
+        await asyncio.gather(*tasks)
+        await until(lambda: len(busy.context.ledger.accumulated()) == (0 if why == "nothing waits" else 2), "done here")
+
+    with_busy_peer(manifest, main)
+
+
+def test_other_runs_and_stages_are_refused(manifest: Manifest) -> None:
+    async def main(busy: Busy) -> None:
+        task = await busy.take(0)
+        for request, code in (
+            (Hungry("other", 1, 0.0, 0.0), Code.WRONG_RUN),
+            (Hungry("run", 0, 0.0, 0.0), Code.WRONG_STAGE),
+        ):
+            with pytest.raises(Refusal) as caught:
+                await busy.asked(request)
+            assert caught.value.code == code
+        busy.go.set()
+        await task
+
+    with_busy_peer(manifest, main)

@@ -45,7 +45,7 @@ def test_a_quiet_equal_swarm_comes_close_to_the_bound_and_never_above() -> None:
     result = simulate(QUIET.with_(num_peers=24, minutes=40.0))
     assert result.bound == pytest.approx(24 * 0.2 / 3)
     assert 0.93 <= result.efficiency <= 1.01
-    assert result.events == {} or set(result.events) <= {"reroutes: busy", "all busy", "nobody to ask"}
+    assert set(result.events) <= {"reroutes: busy", "all busy", "nobody to ask", "given to others of the stage"}
 
 
 def test_one_machine_per_stage_without_choice_runs_at_the_slowest_stage() -> None:
@@ -59,8 +59,17 @@ def test_one_machine_per_stage_without_choice_runs_at_the_slowest_stage() -> Non
 
 
 def test_bytes_on_the_wire_are_two_boundary_tensors_per_boundary_when_nothing_goes_wrong() -> None:
-    result = simulate(QUIET.with_(queue_limit=1000))
+    result = simulate(QUIET.with_(queue_limit=1000, num_asked=0))
     assert result.bytes_per_microbatch == pytest.approx(2 * 2 * SMALL.boundary_bytes, rel=0.03)
+
+
+def test_what_is_given_away_crosses_its_boundary_once_more() -> None:
+    result = simulate(QUIET.with_(queue_limit=1000))
+    num_given, num_finished = result.events["given to others of the stage"], sum(s.finished for s in result.samples)
+    assert num_given > 100
+    # Leases are given away as well, and weigh nothing.
+    extra = result.bytes_per_microbatch / SMALL.boundary_bytes - 2 * 2
+    assert 0.5 * num_given / num_finished < extra <= 1.03 * num_given / num_finished
 
 
 def test_a_slow_uplink_limits_its_machine_as_the_bound_says() -> None:
@@ -156,16 +165,16 @@ def test_a_trace_is_followed() -> None:
 def test_the_papers_ordering_no_rebalancing_300_s_60_s_when_downloads_cost_nothing() -> None:
     """If only those move who are there: newcomers that choose by queues do most of the balancing themselves."""
     base = Scenario(
-        num_peers=24,
-        num_stages=3,
+        num_peers=48,
+        num_stages=4,
         mix=(PeerSpec(speed=0.1),),
         speed_spread=0.0,
         minutes=100.0,
-        mean_life_s=1200.0,
-        mean_absence_s=300.0,
+        mean_life_s=1800.0,
+        mean_absence_s=450.0,
         download_s=0.0,
         random_newcomers=1,
-        num_told=0,  # as published: nobody says that it is hungry, work is done as it comes
+        num_asked=0,  # as published: nobody asks for work, and it is done as it comes
         job_order="fifo",
     )
 
@@ -175,18 +184,22 @@ def test_the_papers_ordering_no_rebalancing_300_s_60_s_when_downloads_cost_nothi
     none = reached(rebalance="none")
     slow = reached(rebalance="queue", rebalance_period_s=300.0)
     fast = reached(rebalance="queue", rebalance_period_s=60.0)
-    assert none < slow - 0.01
-    assert slow < fast - 0.01
-    assert slow < reached(rebalance="queue", rebalance_period_s=300.0, random_newcomers=0) - 0.01
+    assert none < slow - 0.02
+    assert slow < fast - 0.02
+    assert slow < reached(rebalance="queue", rebalance_period_s=300.0, random_newcomers=0) - 0.02
 
 
-def test_saying_that_one_runs_out_of_work_keeps_a_deep_pipeline_busier() -> None:
-    """Same machines, same churn, same leases under way; only whether peers say it."""
-    base = Scenario(num_peers=400, num_stages=10, minutes=40.0, warmup_minutes=20.0, mean_life_s=4 * 3600.0)
-    told, silent = simulate(base), simulate(base.with_(num_told=0))
-    assert told.assigned == silent.assigned  # moves do not look at queues
-    assert told.efficiency > silent.efficiency + 0.01
-    assert told.shares()["no work"] < silent.shares()["no work"]
+def test_asking_for_work_keeps_a_deep_pipeline_busier() -> None:
+    """Same machines, same churn, same leases under way; only whether peers ask others of their stage."""
+    base = Scenario(
+        num_peers=160, num_stages=10, minutes=40.0, warmup_minutes=20.0, mean_life_s=4 * 3600.0, window_maximum=640
+    )
+    asking, silent = simulate(base), simulate(base.with_(num_asked=0))
+    assert asking.events["given to others of the stage"] > 1000
+    assert "given to others of the stage" not in silent.events
+    assert asking.assigned == silent.assigned  # moves do not look at queues
+    assert asking.efficiency > silent.efficiency + 0.01
+    assert asking.shares()["no work"] < silent.shares()["no work"]
 
 
 def states_of(simulation: Simulation) -> Counter[str]:

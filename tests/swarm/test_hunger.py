@@ -1,4 +1,4 @@
-"""Real peers that run out of work say so, and their callers send them the next piece; bits stay as they are."""
+"""Real peers that run out of work get what waits at others of their stage; bits stay as they are."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from .comparison import References, assert_books_balance, assert_equals_reference
-from .harness import Daemon, Swarm, tiny, until
+from .comparison import References, assert_books_balance, end_and_compare
+from .harness import Daemon, Swarm, tiny
 
 pytestmark = pytest.mark.swarm
 
-PACE = {"SWARMTRAIN_PACE": "0.08:0.16"}  # a pass that takes a while, as on real machines
+PACE = {"SWARMTRAIN_PACE": "0.2:0.2"}  # passes that take a while, as on real machines
 
 
-def test_a_peer_that_runs_out_of_work_is_sent_the_next_piece(place: Path, reference: References) -> None:
-    manifest = tiny("stages.count=2", "schedule.steps=6", "batch.microbatches_per_step=24")
-    with closing(Swarm(manifest, place, num_peers=8)) as swarm:
+def test_work_that_waits_goes_to_a_peer_that_has_none(place: Path, reference: References) -> None:
+    """Of the first stage, whose caller is the coordinator, and of the last one."""
+    manifest = tiny("stages.count=2", "schedule.steps=5000", "batch.microbatches_per_step=12", "checkpoint.every=2")
+    with closing(Swarm(manifest, place, num_peers=4)) as swarm:
         swarm.start_coordinator()
-        for stage in (0,) * 6 + (1, 1):  # a peer with few callers tells nobody
+        for stage in (0, 0, 1, 1):
             swarm.start_peer(stage, "--enable-test-faults", environment=PACE)
 
-        def sent(peer: Daemon) -> int:
-            return int(peer.status()["traffic"]["sent"]["kinds"].get("hungry", {}).get("num_messages", 0))
+        def num_given(stage: int) -> int:
+            peers = [peer for peer in swarm.peers if peer.stage == stage]
+            return sum(peer.status()["refused"].get("elsewhere", 0) for peer in peers)
 
-        first, last = swarm.peers[:6], swarm.peers[6:]
         swarm.wait_serving()
-        until(lambda: any(sent(peer) > 0 for peer in last), "a peer has said that it runs out of work")
-        until(lambda: sum(peer.status()["fed"] for peer in first) > 0, "the first stage fed the last one")
-        assert [peer.status()["fed"] for peer in last] == [0, 0]  # they send nothing on
-        assert not any(map(sent, first))  # the coordinator is their only caller
-        swarm.wait_end()
-        assert_equals_reference(swarm, reference(manifest))
+        swarm.wait_until(lambda: num_given(1) > 0, "the last stage shares its work")
+        swarm.wait_until(lambda: num_given(0) > 0, "the first stage shares its work")
+        assert sum(map(num_asked, swarm.peers)) >= num_given(0) + num_given(1)
+        end_and_compare(swarm, reference)
     assert_books_balance(swarm)
+
+
+def num_asked(peer: Daemon) -> int:
+    return int(peer.status()["traffic"]["sent"]["kinds"].get("hungry", {}).get("num_messages", 0))
