@@ -12,7 +12,7 @@ from swarmtrain.model.buffers import StateLayout
 
 from .comparison import References, assert_equals_reference, end_and_compare
 from .faults import NUM_STAGES, hold, last_step, open_ended, release, start_armed, three_stages, wait_killed, wait_phase
-from .harness import PATIENCE, Daemon, Swarm, ask_daemon, swarmtrain
+from .harness import PATIENCE, Daemon, Swarm, ask_daemon, swarmtrain, until
 
 pytestmark = pytest.mark.swarm
 
@@ -156,12 +156,32 @@ def test_a_transfer_of_states_is_disturbed_at_each_end(place: Path, reference: R
         assert_equals_reference(swarm, reference(manifest))
 
 
+def wait_finished_work(peer: Daemon) -> None:
+    """The peer has finished a microbatch of the step that is under way."""
+    seen = peer.status()
+
+    def has_more() -> bool:
+        now = peer.status()
+        if now["step"] == seen["step"] and now["microbatches"] > seen["microbatches"]:
+            return True
+        seen.update(now)
+        return False
+
+    until(has_more, f"{peer.name} has finished work")
+
+
 def test_a_drained_peer_answers_for_its_work_and_leaves_with_exit_code_zero(place: Path, reference: References) -> None:
-    manifest = open_ended()
-    with Swarm(manifest, place, num_peers=2 * NUM_STAGES) as swarm:
+    """The last stage is slow enough for peers to be asked in the middle of a step, with work in their ledgers."""
+    manifest = open_ended("batch.microbatches_per_step=24", "checkpoint.every=4")
+    slow = {"SWARMTRAIN_PACE": "0.03:0"}
+    with Swarm(manifest, place, num_peers=2, min_peers=2 * NUM_STAGES) as swarm:
+        swarm.start_peer(2, "--enable-test-faults", environment=slow)
+        leaving = [swarm.start_peer(0), swarm.start_peer(1)]
+        leaving.append(swarm.start_peer(2, "--enable-test-faults", environment=slow))
         swarm.wait_step(2)
-        leaving, asked_at = swarm.peers[3:], time.time()
+        asked_at = time.time()
         for peer in leaving[1:]:
+            wait_finished_work(peer)
             ask_daemon(peer.state_dir, "drain")
         asked = swarmtrain("drain", "--state-dir", str(leaving[0].state_dir))
         assert asked.returncode == 0, asked.stderr
