@@ -98,7 +98,9 @@ def _judge_newcomer(member: Member, members: Members, run: Standing, book: Stage
         if book.snapshot is not None and member.listening_from <= book.snapshot.step:
             return Answer(Verdict.SYNC, "", book.snapshot)
     if run.is_applying:
-        return Answer(Verdict.WAIT, f"step {step} is being applied")
+        holders = members.of_stage(member.stage, "serving", "draining", "paused")
+        is_held = any(run.holds(holder) for holder in holders)
+        return Answer(Verdict.WAIT, f"step {step} is being applied" if is_held else _nobody_has(member.stage, step))
     if book.checkpoint is not None and book.checkpoint.step == step:
         return Answer(Verdict.SYNC, "", book.checkpoint)
     if servers(members, member.stage, step):
@@ -108,4 +110,8 @@ def _judge_newcomer(member: Member, members: Members, run: Standing, book: Stage
         digests = sorted(m.state_digest for m in resting)
         digest = book.digest or max(digests, key=digests.count)
         return Answer(Verdict.SYNC, "", StateOffer(step, digest, tuple(m.peer_id for m in resting)))
-    return Answer(Verdict.WAIT, f"nobody has the state of stage {member.stage} at step {step}")
+    return Answer(Verdict.WAIT, _nobody_has(member.stage, step))
+
+
+def _nobody_has(stage: int, step: int) -> str:
+    return f"nobody has the state of stage {stage} at step {step}"

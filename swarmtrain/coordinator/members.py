@@ -10,6 +10,7 @@ from swarmtrain.wire.messages import Enroll, Hop
 
 SILENT_S = 10.0  # a peer that has not shown a sign of life for so long is lost
 METRICS_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,64}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
+_FOLLOWS = ("joining", "syncing", "serving")  # in these states a peer may apply a step before it has spoken again
 MAX_EXCLUDED = 4096  # how many are remembered; an older one that comes back is judged by its state alone
 
 
@@ -41,6 +42,16 @@ class Member:
         return self.excluded_at is not None and self.state == "unknown"
 
     @property
+    def answers(self) -> bool:
+        """Whether it answers for work. Who was told to serve may be given some before it has said that it does."""
+        return self.was_admitted or self.state in ("serving", "draining", "paused")
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes part in reductions without work of its own; who was syncing listens until it has spoken."""
+        return self.state == "serving" or (self.was_admitted and self.state == "joining")
+
+    @property
     def key(self) -> tuple[str, str]:
         """As in books and rosters."""
         return self.peer_id, self.incarnation
@@ -61,7 +72,7 @@ class Members:
         is_deluded = excluded_at is not None and sign.state == "serving"
         is_waiting = sign.state == "syncing"  # only those who wait for a state listen
         step, digest = sign.step, sign.state_digest
-        is_late = former is not None and is_same and former.state in ("serving", "syncing") and former.step > step
+        is_late = former is not None and is_same and former.state in _FOLLOWS and former.step > step
         if former is not None and is_late and sign.state == "serving":
             step, digest = former.step, former.state_digest  # this sign was sent before its last apply
         self._by_peer[peer_id] = Member(
@@ -93,7 +104,7 @@ class Members:
         member = self._by_peer.get(hop.peer_id)
         if member is None or (member.incarnation, member.stage) != (hop.incarnation, hop.stage):
             return False
-        return member.was_admitted or member.state in ("serving", "draining", "paused")
+        return member.answers
 
     def admit(self, peer_id: str) -> None:
         """A peer was told to serve: from now on its work counts."""
@@ -105,6 +116,11 @@ class Members:
     def of_stage(self, stage: int, *states: str) -> list[Member]:
         """The peers of a stage in one of `states`, in a fixed order."""
         found = [m for m in self._by_peer.values() if m.stage == stage and m.state in states]
+        return sorted(found, key=lambda member: member.peer_id)
+
+    def answering(self, stage: int) -> list[Member]:
+        """The peers of a stage whose work counts, in a fixed order."""
+        found = [m for m in self._by_peer.values() if m.stage == stage and m.answers]
         return sorted(found, key=lambda member: member.peer_id)
 
     def everybody(self) -> list[Member]:

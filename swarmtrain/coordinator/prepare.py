@@ -86,7 +86,7 @@ class Preparer:
             self._attempts += 1
             started = loop.time()
             requests = self._requests(step, self._attempts, sides, compressed)
-            listeners = [self._tell_listeners(side.stage, requests[side.stage]) for side in sides]
+            listeners = [self._tell_listeners(side, requests[side.stage]) for side in sides]
             asked = [(member, requests[side.stage]) for side in sides for member in side.members]
             answers = await self._ask_all(asked)
             found = [_agreed(answers[where]) for where in _slices(sides)]
@@ -114,21 +114,20 @@ class Preparer:
 
     def _participants(self, stage: int, shares: Shares) -> list[Member]:
         """Whoever has work in the step, and every other serving peer as a receiver."""
-        everybody = self._context.members.of_stage(stage, "serving", "draining", "paused")
-        step = self._context.step
-        return [m for m in everybody if m.key in shares or (m.state == "serving" and m.step == step)]
+        everybody, step = self._context.members.answering(stage), self._context.step
+        return [m for m in everybody if m.key in shares or (m.is_ready and m.step == step)]
 
-    def _listeners(self, stage: int, step: int) -> list[Member]:
-        """Newcomers that hear this step's reduction."""
-        waiting = self._context.members.of_stage(stage, "syncing")
+    def _listeners(self, side: _Side, step: int) -> list[Member]:
+        """Newcomers that hear this step's reduction; who has work in it is one of the members already."""
+        waiting = [m for m in self._context.members.of_stage(side.stage, "syncing") if m.key not in side.shares]
         return [m for m in waiting if m.listening_from is not None and m.listening_from <= step]
 
-    def _tell_listeners(self, stage: int, request: Prepare) -> tuple[tuple[Member, asyncio.Task[object]], ...]:
+    def _tell_listeners(self, side: _Side, request: Prepare) -> tuple[tuple[Member, asyncio.Task[object]], ...]:
         """Newcomers receive the reduced gradient, too; nobody waits for them."""
         named = {entry.peer_id for entry in request.roster}
         return tuple(
             (member, self._context.in_background(self._ask(member, request)))
-            for member in self._listeners(stage, request.step)
+            for member in self._listeners(side, request.step)
             if member.peer_id in named
         )
 
@@ -155,7 +154,7 @@ class Preparer:
     def _roster(self, sides: list[_Side], step: int, size: int) -> tuple[RosterEntry, ...]:
         """Who adds up `size` elements: all members of these stages; newcomers listen."""
         members = [(member, side.shares) for side in sides for member in side.members]
-        listeners = [(member, side.shares) for side in sides for member in self._listeners(side.stage, step)]
+        listeners = [(member, side.shares) for side in sides for member in self._listeners(side, step)]
         owned = owned_elements(size, [member.up_bytes_per_s for member, _ in members])
         return tuple(
             RosterEntry(

@@ -52,6 +52,7 @@ class Enrolling:
         """Tell the coordinator that this peer is there, again and again; find it again when it has moved."""
         link, seat, context = self._link, self._seat, self._context
         while True:
+            seat.enroll_now.clear()  # before the sign: what changes while it is answered is told at once
             pause_s = ENROLL_S
             try:
                 if link.peer_id is None or link.wants_look:
@@ -68,7 +69,6 @@ class Enrolling:
                     context.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
                 if link.is_over:
                     self._leave("the run is complete")
-            seat.enroll_now.clear()
             is_syncing = context.state is PeerState.SYNCING
             await wait_event(seat.enroll_now, min(pause_s, ENROLL_S / 4) if is_syncing else pause_s)
 
@@ -100,9 +100,9 @@ class Enrolling:
         await context.enter_term(answer.term)
         context.word = understood(answer.reason)
         now = self._sign_of_life()
-        if (sign.state, sign.step, sign.incarnation) != (now.state, now.step, now.incarnation):
-            seat.enroll_now.set()  # the answer is about a past state: ask again
-        else:
+        # An answer about a past state does not count. Whatever changed the state asks again; a step that was applied
+        # meanwhile does not, or peers whose steps are shorter than their way to the coordinator would never pause.
+        if (sign.state, sign.step, sign.incarnation) == (now.state, now.step, now.incarnation):
             await self._obey(answer)
 
     async def _obey(self, answer: Enrolled) -> None:

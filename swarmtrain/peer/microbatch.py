@@ -332,6 +332,9 @@ class Microbatches:
             await context.check_coordinator(exchange.peer_id, work.run, work.term, work.stage)
         else:
             await context.check_neighbour(work.run, work.term, work.stage)
+        if work.step > context.step and context.state in (PeerState.PAUSED, PeerState.DRAINING):
+            # It takes nothing of the next step, and may not even see the end of this one: it need not have work in it.
+            raise context.refuse(Code.NOT_SERVING, f"this peer is {context.state}")
         await context.reach_step(work.step, timeout_s=STEP_WAIT_S)
         if not context.has_contact:  # its answers would lead through a peer that is not counted
             raise context.refuse(Code.NOT_SERVING, "this peer does not hear the coordinator", retry_after_s=1.0)

@@ -64,6 +64,22 @@ def test_the_state_before_a_decision_is_of_no_use_without_the_sum_that_was_decid
     assert told(newcomer, step=step, book=book, decided=step - 1).verdict is Verdict.SERVE
 
 
+@pytest.mark.parametrize(
+    ("holder", "reason"), [("b", "step 5 is being applied"), ("", "nobody has the state of stage 1")]
+)
+def test_a_newcomer_hears_whether_the_step_is_being_applied_or_nobody_is_left_to_do_so(
+    holder: str, reason: str
+) -> None:
+    members = Members()
+    members.enroll("a", replace(SIGN, state="syncing", step=0, state_digest=""), 0.0)
+    members.enroll("b", SIGN, 0.0)
+    member = members.get("a")
+    assert member is not None
+    answer = judge(member, members, Standing(5, 5, frozenset({(holder, "1")})), BOOK)
+    assert answer.verdict is Verdict.WAIT
+    assert reason in answer.reason
+
+
 def test_while_a_decision_is_carried_out_a_stage_is_held_by_who_has_its_sum_or_has_applied_it() -> None:
     members = Members()
     for peer_id, step in (("old", 4), ("other", 5), ("prepared", 5), ("applied", 6)):

@@ -47,7 +47,20 @@ def test_work_counts_from_the_moment_in_which_a_peer_was_told_to_serve() -> None
     assert not members.counts(hop)
 
 
-@pytest.mark.parametrize("before", ["serving", "syncing"])
+def test_who_was_told_to_serve_answers_for_its_work_and_who_had_to_fetch_a_state_says_first_that_it_is_ready() -> None:
+    members = Members()
+    for peer, state in (("j", "joining"), ("s", "syncing")):
+        members.enroll(peer, sign(state=state), now=0.0)
+    assert members.answering(0) == []
+    members.admit("j")
+    members.admit("s")
+    assert [(member.peer_id, member.is_ready) for member in members.answering(0)] == [("j", True), ("s", False)]
+    members.enroll("s", sign(), now=1.0)
+    assert [member.is_ready for member in members.answering(0)] == [True, True]
+    assert members.answering(1) == []
+
+
+@pytest.mark.parametrize("before", ["joining", "serving", "syncing"])
 def test_a_sign_that_crossed_an_apply_does_not_take_a_serving_peer_back(before: str) -> None:
     members = Members()
     members.enroll("p", sign(state=before, step=3, digest="x"), now=0.0)

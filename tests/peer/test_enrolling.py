@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from swarmtrain.observe.events import Events
+from swarmtrain.peer import enrolling
 from swarmtrain.peer.compute import ComputeThread
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.enrolling import Enrolling
@@ -52,11 +54,16 @@ class Newcomer:
             say_phase=lambda phase, detail: None,
         )
         self.answer: Enrolled | None = None
+        self.signs: list[tuple[str, int]] = []  # state and step
+        self.on_sign: Callable[[], Awaitable[None]] | None = None  # before a sign is answered
         self.donor_asked, self.donor_answers = asyncio.Event(), asyncio.Event()
 
     async def call(self, peer_id: str, request: Any, deadline_s: float, *, expect: type[Any]) -> Any:
         if expect is Enrolled:
             assert self.answer is not None
+            self.signs.append((request.state, request.step))
+            if self.on_sign is not None:
+                await self.on_sign()
             return self.answer
         assert isinstance(request, FetchDigests)
         self.donor_asked.set()
@@ -67,6 +74,18 @@ class Newcomer:
         """It shows a sign of life, and this is the answer."""
         self.answer = answer
         await self.enrolling._show_life("coordinator")
+
+    @asynccontextmanager
+    async def showing_life(self) -> AsyncIterator[None]:
+        """It shows signs of life as it does in a run."""
+        link = SimpleNamespace(peer_id="coordinator", wants_look=False)
+        self.enrolling._link = cast(Any, link)
+        task = asyncio.create_task(self.enrolling.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 def with_newcomer(manifest: Manifest, main: Callable[[Newcomer], Awaitable[None]]) -> None:
@@ -81,6 +100,71 @@ def with_newcomer(manifest: Manifest, main: Callable[[Newcomer], Awaitable[None]
             await compute.stop()
 
     asyncio.run(bounded())
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[bool]:
+    """Whenever a peer is about to pause between two signs: whether it has a reason not to, and does not."""
+    found = asyncio.Queue[bool]()
+
+    async def wait_event(event: asyncio.Event, timeout_s: float) -> bool:
+        found.put_nowait(event.is_set())
+        return await event.wait()
+
+    monkeypatch.setattr(enrolling, "wait_event", wait_event)
+    return found
+
+
+def test_a_newcomer_that_is_told_to_serve_says_at_once_that_it_does(
+    manifest: Manifest, pauses: asyncio.Queue[bool]
+) -> None:
+    async def main(newcomer: Newcomer) -> None:
+        newcomer.answer = SERVE
+        async with newcomer.showing_life():
+            assert await pauses.get()
+            assert not await pauses.get()
+            assert newcomer.signs == [("joining", 0), ("serving", 0)]
+
+    with_newcomer(manifest, main)
+
+
+def test_what_changes_while_a_sign_of_life_is_answered_is_told_at_once(
+    manifest: Manifest, pauses: asyncio.Queue[bool]
+) -> None:
+    async def main(newcomer: Newcomer) -> None:
+        async def is_paused() -> None:
+            newcomer.on_sign = None
+            newcomer.context.become(PeerState.PAUSED)
+            newcomer.seat.changed()
+
+        await newcomer.hears(SERVE)
+        newcomer.seat.enroll_now.clear()
+        newcomer.on_sign = is_paused
+        async with newcomer.showing_life():
+            assert await pauses.get()
+            assert not await pauses.get()
+            assert newcomer.signs[1:] == [("serving", 0), ("paused", 0)]
+
+    with_newcomer(manifest, main)
+
+
+def test_a_step_that_is_applied_while_a_sign_of_life_is_answered_is_told_after_the_pause(
+    manifest: Manifest, pauses: asyncio.Queue[bool]
+) -> None:
+    """Steps may be shorter than the way to the coordinator: every sign of life would be followed by another at once."""
+
+    async def main(newcomer: Newcomer) -> None:
+        async def is_applied() -> None:
+            await newcomer.context.enter_step(newcomer.context.step + 1)
+
+        await newcomer.hears(SERVE)
+        newcomer.seat.enroll_now.clear()
+        newcomer.on_sign = is_applied
+        async with newcomer.showing_life():
+            assert not await pauses.get()
+            assert newcomer.signs[1:] == [("serving", 0)]
+
+    with_newcomer(manifest, main)
 
 
 def test_who_serves_after_a_roll_back_fetches_no_state_of_the_steps_that_were_taken_back(manifest: Manifest) -> None:

@@ -13,6 +13,7 @@ import pytest
 from net.helpers import until
 
 from swarmtrain.net.errors import Refusal
+from swarmtrain.peer import microbatch as microbatch_module
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.ledger import Entry
@@ -52,10 +53,10 @@ class Peer:
         self._manifest, self._above = manifest, jobs_of(manifest, 0)
         self._microbatches = Microbatches(self.context)
 
-    async def work(self, microbatch: int) -> Done:
+    async def work(self, microbatch: int, *, steps_ahead: int = 0) -> Done:
         ids = tokens(self._manifest, microbatch)
         boundary = self._above.forward(Entry(microbatch, ids, b""), 0).payload
-        request = Work("run", 0, 1, self.context.step, microbatch, 0, False, (), ids, boundary)
+        request = Work("run", 0, 1, self.context.step + steps_ahead, microbatch, 0, False, (), ids, boundary)
         return await self._microbatches.work(request, cast(Any, Caller()))
 
     async def refuses(self, microbatch: int) -> None:
@@ -121,5 +122,24 @@ def test_who_rests_answers_for_what_it_has_and_takes_nothing_new(manifest: Manif
             with pytest.raises(Refusal) as caught:
                 await peer.work(1)
             assert caught.value.code == Code.NOT_SERVING
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("state", [PeerState.PAUSED, PeerState.DRAINING])
+def test_who_takes_no_more_work_lets_none_of_the_next_step_wait(
+    manifest: Manifest, state: PeerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without work in this step it is not asked to end it: the caller would wait for nothing."""
+    monkeypatch.setattr(microbatch_module, "STEP_WAIT_S", 3600.0)
+
+    async def main() -> None:
+        async with peer_of(manifest) as peer:
+            first = await peer.work(0)
+            peer.context.become(state)
+            with pytest.raises(Refusal) as caught:
+                await peer.work(1, steps_ahead=1)
+            assert caught.value.code == Code.NOT_SERVING
+            assert await peer.work(0) is first  # it answers for what it has
 
     asyncio.run(main())

@@ -60,6 +60,11 @@ def wait_stopped(swarm: Swarm, daemon: Daemon, point: str) -> None:
     until(lambda: psutil.Process(daemon.pid).status() == psutil.STATUS_STOPPED, f"{daemon.name} has stopped")
 
 
+def wait_phase(swarm: Swarm, peer: Daemon, phase: str, *, after: int) -> None:
+    """The peer has reached a phase since its first `after` ones: at its start it may have been there before."""
+    swarm.wait_until(lambda: phase in peer.phases()[after:], f"{peer.name} is {phase} again")
+
+
 def hold(peer: Daemon) -> None:
     """Have the only peer of a stage take no work: the run stands still."""
     ask_daemon(peer.state_dir, "pause")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from .faults import (
     three_stages,
     wait_fault,
     wait_killed,
+    wait_phase,
     wait_stopped,
 )
 from .harness import Daemon, Swarm
@@ -79,18 +79,15 @@ def catch_up(swarm: Swarm, sleepers: list[Daemon], gates: list[Daemon]) -> None:
     """Wake them up, and hold the run until they know that they are behind, so that enough steps are left to them."""
     for gate in gates:
         hold(gate)
+    before = {sleeper.name: len(sleeper.phases()) for sleeper in sleepers}
     for sleeper in sleepers:
         sleeper.resume()
-        swarm.wait(sleeper, "phase_reached", phase="syncing")
+        wait_phase(swarm, sleeper, "syncing", after=before[sleeper.name])
     for gate in gates:
         release(gate)
     for sleeper in sleepers:
-        swarm.wait_until(functools.partial(serves_again, sleeper), f"{sleeper.name} serves again")
+        wait_phase(swarm, sleeper, "serving", after=before[sleeper.name])
         assert sleeper.has("sync_progress", percent=100)
-
-
-def serves_again(sleeper: Daemon) -> bool:
-    return sleeper.phases().count("serving") == 2
 
 
 def test_stopped_peers_are_left_behind_and_catch_up(place: Path, reference: References) -> None:

@@ -83,6 +83,7 @@ def test_sigterm_ends_a_peer_and_the_coordinator_in_time_with_code_0(place: Path
         spare = swarm.peers[4]
         children = spare.children()
         assert spare.end(timeout_s=25) == 0  # its --drain-timeout is 20 s
+        swarm.wait(spare, "phase_reached", phase="gone")
         assert spare.phases()[-2:] == ["draining", "gone"]
         step = swarm.coordinator.status()["step"]
         swarm.wait_step(step + 2)  # nobody waits for who has left

@@ -1,0 +1,119 @@
+"""Who is asked to prepare: whose work is in the books takes part, whatever it has said of itself so far."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from swarmtrain.coordinator.admission import StageBook
+from swarmtrain.coordinator.books import StepBooks
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.enrolment import Enrolment
+from swarmtrain.coordinator.prepare import PreparedStage, Preparer
+from swarmtrain.run.presets import preset
+from swarmtrain.wire.messages import Enroll, Hop, Prepare, Prepared, Verdict
+
+from .contexts import bare_context
+
+STAGE = 1
+
+
+class Peers:
+    """The peers of one stage, all of which can prepare what they are asked."""
+
+    def __init__(self, *, step: int) -> None:
+        self.asked: list[tuple[str, Prepare]] = []
+        manifest = preset("nano", ["stages.count=3"])
+        stages = [StageBook("digest") for _ in range(3)]
+        self.context: RunContext = bare_context(manifest, node=cast(Any, self), step=step, stages=stages)
+        self.books = StepBooks(3, 4)
+        self.context.books = self.books
+
+    async def call(self, peer_id: str, request: Prepare, deadline_s: float) -> Prepared:
+        self.asked.append((peer_id, request))
+        return Prepared(1.0, "sum", "")
+
+    async def enroll(self, peer_id: str, state: str) -> Verdict:
+        sign = Enroll("run", STAGE, state, "1", self.context.step, "digest", 0.0, 0.0, 0.0, 0.0, "", "")
+        return (await Enrolment(self.context, lambda member: None).enroll(sign, peer_id)).verdict
+
+    def answer(self, peer_id: str, *microbatches: int) -> None:
+        """These came back, and their routes led through the peer."""
+        hop = Hop(STAGE, peer_id, "1")
+        for microbatch in microbatches:
+            self.books.record(microbatch, 1.0, [hop] if self.context.members.counts(hop) else [])
+
+    async def prepare(self) -> PreparedStage:
+        """Fails where the books have lost something, since nobody computes it again here."""
+        async with asyncio.timeout(5.0):
+            (stage,) = await Preparer(self.context).prepare(self.context.step, (STAGE,), self.books)
+        await self.context.close()
+        return stage
+
+
+def work_in(request: Prepare) -> list[tuple[str, list[int], bool]]:
+    """Who is named, with which microbatches, and whether it owns a piece of the sum."""
+    return [
+        (entry.peer_id, np.frombuffer(entry.microbatches, dtype="<u4").tolist(), entry.owned > 0)
+        for entry in request.roster
+    ]
+
+
+@pytest.mark.parametrize(("state", "step"), [("joining", 0), ("joining", 3), ("syncing", 3)])
+def test_who_was_told_to_serve_takes_part_with_its_work_before_it_has_said_that_it_serves(
+    state: str, step: int
+) -> None:
+    """Otherwise what it has computed counts as lost and is replayed, again and again, until its next sign of life."""
+
+    async def main() -> None:
+        peers = Peers(step=step)
+        await peers.enroll("old", "serving")
+        assert await peers.enroll("new", state) is Verdict.SERVE
+        peers.context.members.listen(STAGE, step)  # as one that fetched its state did
+        peers.answer("old", 0, 1)
+        peers.answer("new", 2, 3)
+        prepared = await peers.prepare()
+        assert prepared.shares == {("old", "1"): [0, 1], ("new", "1"): [2, 3]}
+        assert [member.peer_id for member in prepared.members] == ["new", "old"]
+        assert not prepared.listeners
+        assert [peer for peer, _ in peers.asked] == ["new", "old"]
+        assert work_in(peers.asked[0][1]) == [("new", [2, 3], True), ("old", [0, 1], True)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("state", "owns"), [("joining", True), ("syncing", False)])
+def test_without_work_a_joining_peer_receives_as_a_member_and_a_syncing_one_as_a_listener(
+    state: str, *, owns: bool
+) -> None:
+    """A listener may still be fetching, although it was told to serve: nobody may wait for its part."""
+
+    async def main() -> None:
+        peers = Peers(step=3)
+        await peers.enroll("old", "serving")
+        assert await peers.enroll("new", state) is Verdict.SERVE
+        peers.context.members.listen(STAGE, 3)
+        peers.answer("old", 0, 1, 2, 3)
+        prepared = await peers.prepare()
+        assert {member.peer_id for member in prepared.members} == ({"old", "new"} if owns else {"old"})
+        assert [member.peer_id for member, _ in prepared.listeners] == ([] if owns else ["new"])
+        assert ("new", [], owns) in work_in(peers.asked[0][1])
+
+    asyncio.run(main())
+
+
+def test_the_work_of_a_peer_that_was_not_told_to_serve_is_nobodys() -> None:
+    async def main() -> None:
+        peers = Peers(step=3)
+        await peers.enroll("old", "serving")
+        sign = Enroll("run", STAGE, "joining", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "")
+        answer = await Enrolment(peers.context, lambda member: None).enroll(sign, "new")
+        assert answer.verdict is not Verdict.SERVE
+        peers.answer("new", 0, 1)
+        peers.answer("old", 2, 3)
+        assert peers.books.missing(STAGE) == [0, 1]
+
+    asyncio.run(main())
