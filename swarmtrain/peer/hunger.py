@@ -23,7 +23,7 @@ class Hunger:
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
-        self._appetite = Appetite(random.Random())
+        self._appetite: Appetite[str] = Appetite(random.Random())
         self._message_bytes = workload_of(context.manifest).boundary_bytes
         self._asking: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -61,8 +61,10 @@ class Hunger:
                 request = Hungry(context.run_id, context.stage, context.load_s, context.service_s)
                 try:
                     if (await context.node.call(other, request, ASK_S, expect=Spared)).is_given:
+                        self._appetite.gave(other)
                         return
                 except NetError as error:  # it has gone, or has moved on
                     log.debug("%s was asked for work: %s", other[-8:], error)
+            self._appetite.nobody_gave()
         finally:
             self._asking = None

@@ -11,30 +11,43 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 NUM_ASKED = 6  # of a stage, one after the other until somebody gives
 MIN_PAUSE_S = 0.25  # between two rounds of asking: work that is shorter is not worth the messages
+MAX_PAUSE_S = 1.0  # if nobody gave the last times
 MIN_WAIT_S = 0.25  # what would be done sooner where it is stays there: the detour takes as long
 MAX_EXCESS = 1.15
 
 Peer = TypeVar("Peer")
 
 
-class Appetite:
+class Appetite(Generic[Peer]):
     """When a peer that runs out of work asks, and whom."""
 
     def __init__(self, rng: random.Random, num_asked: int = NUM_ASKED) -> None:
         self._rng = rng
         self._num_asked = num_asked
-        self._asked_at = -math.inf
+        self._giver: Peer | None = None
+        self._pause_s = MIN_PAUSE_S
+        self._next_at = -math.inf
 
     def whom_to_ask(self, others: Sequence[Peer], now: float) -> list[Peer]:
-        """Some of the others of its stage, in random order; nobody if it asked just now."""
-        if now - self._asked_at < MIN_PAUSE_S or not others:
+        """Who gave last, then others of its stage at random; nobody if it asked just now."""
+        if now < self._next_at or not others:
             return []
-        self._asked_at = now
-        return self._rng.sample(others, min(self._num_asked, len(others)))
+        self._next_at = now + self._pause_s
+        first = [] if self._giver is None else [self._giver]
+        chosen = self._rng.sample(others, min(self._num_asked - len(first), len(others)))
+        return first + [other for other in chosen if other != self._giver]
+
+    def gave(self, giver: Peer) -> None:
+        """One that was asked had something: it is likely to have more."""
+        self._giver, self._pause_s = giver, MIN_PAUSE_S
+
+    def nobody_gave(self) -> None:
+        """The whole stage seems to lack work: it is asked less and less often."""
+        self._giver, self._pause_s = None, min(2.0 * self._pause_s, MAX_PAUSE_S)
 
 
 def gives(*, waiting_s: float, load_s: float, asker_load_s: float, asker_service_s: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from swarmtrain.route.hunger import Appetite, gives, is_held_up
+from swarmtrain.route.views import Offer
 from swarmtrain.sim.peer import SimPeer
 from swarmtrain.sim.pipeline import Pipeline, World
 
@@ -16,9 +17,10 @@ class Sharing:
         scenario = world.scenario
         self._world = world
         self._pipeline = pipeline
+        self._costs = scenario.costs
         self._rng = random.Random(f"sharing {scenario.seed}")
         self._num_asked = scenario.num_asked
-        self._appetites: dict[int, Appetite] = {}
+        self._appetites: dict[int, Appetite[Offer]] = {}
         if self._num_asked:
             pipeline.on_running_out = self._runs_out
 
@@ -30,28 +32,37 @@ class Sharing:
         appetite = self._appetites.get(peer.number)
         if appetite is None:
             appetite = self._appetites[peer.number] = Appetite(self._rng, self._num_asked)
-        offers = self._world.directory.snapshots[peer.stage].offers
-        self._ask(peer, [offer.peer_id for offer in appetite.whom_to_ask(offers, now)], peer.incarnation)
+        others = appetite.whom_to_ask(self._world.directory.snapshots[peer.stage].offers, now)
+        if others:
+            peer.is_asking = True
+            self._ask(peer, others, 0.0)
 
-    def _ask(self, peer: SimPeer, others: list[str], incarnation: int) -> None:
-        """The next one, unless work has come meanwhile."""
-        if peer.incarnation != incarnation:
-            return
-        peer.is_asking = bool(others) and not peer.jobs
-        if peer.is_asking:
-            other = self._world.by_id[others.pop()]
-            self._world.engine.after(self._latency_s(peer, other), self._asked, other, peer, others, incarnation)
+    def _ask(self, peer: SimPeer, others: list[Offer], after_s: float) -> None:
+        offer = others.pop(0)
+        other = self._world.by_id[offer.peer_id]
+        self._world.engine.after(after_s + self._latency_s(peer, other), self._asked, other, peer, offer, others)
 
-    def _asked(self, giver: SimPeer, peer: SimPeer, others: list[str], incarnation: int) -> None:
+    def _asked(self, giver: SimPeer, peer: SimPeer, offer: Offer, others: list[Offer]) -> None:
+        """Gives, or the next one is asked, unless work has come meanwhile."""
+        if not peer.is_asking:
+            return  # it died or has moved
+        appetite = self._appetites[peer.number]
         if self._gives(giver, peer) and self._pipeline.give_away(giver, peer):
-            others = []
-        self._world.engine.after(self._latency_s(peer, giver), self._ask, peer, others, incarnation)
+            appetite.gave(offer)
+        elif peer.jobs:
+            pass
+        elif others:
+            self._ask(peer, others, self._latency_s(peer, giver))
+            return
+        else:
+            appetite.nobody_gave()
+        peer.is_asking = False
 
     def _gives(self, giver: SimPeer, peer: SimPeer) -> bool:
-        if giver is peer or giver.state != "serving" or giver.stage != peer.stage or not giver.num_forward:
+        if not giver.num_forward or giver is peer or giver.state != "serving" or giver.stage != peer.stage:
             return False
-        cost = self._world.scenario.costs[peer.stage]
-        return gives(
+        cost = self._costs[peer.stage]
+        return not peer.jobs and gives(
             waiting_s=giver.queue_s(cost),
             load_s=giver.load_s(cost),
             asker_load_s=peer.load_s(cost),

@@ -4,41 +4,89 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmtrain.route.hunger import MAX_EXCESS, MIN_PAUSE_S, MIN_WAIT_S, NUM_ASKED, Appetite, gives, is_held_up
+from swarmtrain.route.hunger import (
+    MAX_EXCESS,
+    MAX_PAUSE_S,
+    MIN_PAUSE_S,
+    MIN_WAIT_S,
+    NUM_ASKED,
+    Appetite,
+    gives,
+    is_held_up,
+)
 
 STAGE = tuple(f"peer {number}" for number in range(40))
 seconds = st.floats(0.0, 1e6)
 
 
+def appetite_of(seed: int = 0) -> Appetite[str]:
+    return Appetite(random.Random(seed))
+
+
 def test_some_of_a_large_stage_are_asked_and_all_of_a_small_one_nobody_twice() -> None:
     for seed in range(20):
-        asked = Appetite(random.Random(seed)).whom_to_ask(STAGE, 0.0)
+        asked = appetite_of(seed).whom_to_ask(STAGE, 0.0)
         assert len(asked) == len(set(asked)) == NUM_ASKED
         assert set(asked) <= set(STAGE)
-        assert sorted(Appetite(random.Random(seed)).whom_to_ask(STAGE[:3], 0.0)) == list(STAGE[:3])
-    assert Appetite(random.Random(0)).whom_to_ask((), 0.0) == []
+        assert sorted(appetite_of(seed).whom_to_ask(STAGE[:3], 0.0)) == list(STAGE[:3])
+    assert appetite_of().whom_to_ask((), 0.0) == []
 
 
 def test_everybody_is_asked_as_often_as_the_others() -> None:
-    asked = Counter(name for seed in range(2000) for name in Appetite(random.Random(seed)).whom_to_ask(STAGE, 0.0))
+    asked = Counter(name for seed in range(2000) for name in appetite_of(seed).whom_to_ask(STAGE, 0.0))
     assert set(asked) == set(STAGE)
     assert max(asked.values()) < 1.3 * min(asked.values())
 
 
+def test_who_gave_last_is_asked_first_and_once_until_it_has_nothing() -> None:
+    for seed in range(20):
+        appetite = appetite_of(seed)
+        appetite.gave(STAGE[7])
+        asked = appetite.whom_to_ask(STAGE, 0.0)
+        assert asked[0] == STAGE[7]
+        assert len(asked) == len(set(asked)) <= NUM_ASKED
+    appetite.nobody_gave()
+    firsts = {appetite.whom_to_ask(STAGE, 100.0 * number)[0] for number in range(1, 50)}
+    assert len(firsts) > 10
+
+
+def test_a_stage_that_lacks_work_is_asked_less_often_until_somebody_gives() -> None:
+    appetite, now, pauses = appetite_of(), 0.0, []
+    for _ in range(8):
+        assert appetite.whom_to_ask(STAGE, now)
+        appetite.nobody_gave()
+        asked_at = now
+        while not appetite_may_ask(appetite, now):
+            now += MIN_PAUSE_S / 8
+        pauses.append(now - asked_at)
+    # The pause that a failed round makes is that after the next one.
+    assert pauses == sorted(pauses)
+    assert pauses[0] == pytest.approx(MIN_PAUSE_S, rel=0.2)
+    assert pauses[-1] == pytest.approx(MAX_PAUSE_S, rel=0.2)
+    appetite.gave(STAGE[0])
+    assert appetite.whom_to_ask(STAGE, now)
+    assert appetite.whom_to_ask(STAGE, now + 1.1 * MIN_PAUSE_S)
+
+
+def appetite_may_ask(appetite: Appetite[str], now: float) -> bool:
+    return bool(deepcopy(appetite).whom_to_ask(STAGE, now))
+
+
 def test_short_work_is_not_worth_the_messages() -> None:
-    appetite = Appetite(random.Random(0))
+    appetite = appetite_of()
     assert appetite.whom_to_ask(STAGE, 10.0)
     assert appetite.whom_to_ask(STAGE, 10.0 + 0.9 * MIN_PAUSE_S) == []
     assert appetite.whom_to_ask(STAGE, 10.0 + 1.1 * MIN_PAUSE_S)
 
 
 def test_a_stage_without_others_does_not_begin_the_pause() -> None:
-    appetite = Appetite(random.Random(0))
+    appetite = appetite_of()
     assert appetite.whom_to_ask((), 10.0) == []
     assert appetite.whom_to_ask(STAGE, 10.0)
 
