@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 STALL_S = 30.0  # a callee that has not finished its forward by then (and by its predicted time) is given up
 NEWS_S = 2.0
+REST_S = 0.2  # so long is not asked again who is busy and does not say for how long, or has just given work away
 
 OnProgress = Callable[[Progress], None]
 Check = Callable[[Done], Awaitable[None]]
@@ -112,7 +113,7 @@ class Dispatcher:
                     sticky.refused = True
                     continue
                 last = f"{pick.peer_id[-8:]}: {refusal}"
-                if refusal.code == Code.ELSEWHERE:
+                if refusal.code == Code.ELSEWHERE and not work.is_given:
                     work, taker = replace(work, is_given=True), refusal.text
                 elif refusal.code != Code.BUSY:
                     tried.add(pick.peer_id)
@@ -175,8 +176,10 @@ class Dispatcher:
 
     def _refused(self, peer_id: str, refused: CallRefused) -> None:
         self.counters.reroute(refused.code)
-        if refused.code in (Code.BUSY, Code.ELSEWHERE):
-            self.neighbours.router.busy(peer_id, refused.retry_after_s or 0.2)
+        if refused.code == Code.BUSY:
+            self.neighbours.router.busy(peer_id, refused.retry_after_s or REST_S)
+        elif refused.code == Code.ELSEWHERE:
+            self.neighbours.router.busy(peer_id, REST_S)
 
     def _learn(self, peer_id: str, request: Work, done: Done, watch: _Watch) -> None:
         self.neighbours.observe_link(peer_id)

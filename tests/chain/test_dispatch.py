@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swarmtrain.chain.dispatch import Dispatcher, _Watch
+from swarmtrain.chain.dispatch import REST_S, Dispatcher, _Watch
 from swarmtrain.chain.neighbours import router_options
 from swarmtrain.net.errors import CallRefused, CallTimeout, LinkClosed, PeerUnreachable, Refusal
 from swarmtrain.route.views import PeerView, Pick, StageSnapshot
@@ -28,6 +28,11 @@ class FakeRouter:
         self._peers = peers
         self.told: list[tuple[str, str]] = []
         self.loads: list[float] = []
+        self.rests: list[float] = []
+
+    def busy(self, peer: str, retry_after_s: float) -> None:
+        self.told.append(("busy", peer))
+        self.rests.append(retry_after_s)
 
     def pick(self, num_bytes: int, *, exclude: set[str], prefer: tuple[str, ...]) -> Pick | None:
         known = [peer for peer in prefer if peer in self._peers] + self._peers
@@ -143,6 +148,21 @@ def test_a_taker_that_does_not_exist_or_fails_is_done_without() -> None:
             dispatcher, node, _ = dispatch({"a": once, "c": LinkClosed("it died")})
             assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
             assert [peer for peer, _ in node.calls] == expected
+
+    run(main())
+
+
+def test_who_gives_away_what_was_given_is_not_asked_again() -> None:
+    """It may name itself, or a friend that does the same."""
+
+    async def main() -> None:
+        for names in ({"a": "a"}, {"a": "b", "b": "a"}, {"a": "nobody"}):
+            liars = {liar: CallRefused(Code.ELSEWHERE, taker, retry_after_s=0.001) for liar, taker in names.items()}
+            dispatcher, node, neighbours = dispatch({**liars, "c": good})
+            assert await dispatcher.call(WORK, deadline_s=5, check=accept) is DONE
+            assert [peer for peer, _ in node.calls][-1] == "c"
+            assert len(node.calls) <= len(liars) + 2
+            assert set(neighbours.router.rests) == {REST_S}  # whatever they say themselves
 
     run(main())
 
