@@ -140,6 +140,24 @@ def test_step_work_and_messages_are_not_what_it_hungers_for(manifest: Manifest) 
     with_hunger(manifest, main)
 
 
+def test_who_cannot_do_what_it_has_asks_for_more_when_it_can_again(manifest: Manifest) -> None:
+    """It is done with everything at once: it would get all that waits in its stage, and spoil it."""
+
+    async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
+        context, siblings = hunger._context, hunger._context.siblings
+        context.siblings = ()  # nobody knows yet that it is broken: of this one time it would ask
+        for number in range(3):
+            with pytest.raises(ZeroDivisionError):
+                await compute.run(Kind.FORWARD, number, lambda: 1 / 0)
+            context.siblings = siblings
+        await compute.run(Kind.MESSAGE, 0, lambda: None)  # what the thread said before has been heard by now
+        assert wire.asked == []
+        await compute.run(Kind.FORWARD, 3, lambda: None)
+        await until(lambda: bool(wire.asked), "its end makes it ask")
+
+    with_hunger(manifest, main)
+
+
 @pytest.mark.parametrize("why", ["paused", "uplink", "no contact", "applying", "ledger", "alone"])
 def test_who_could_not_do_more_asks_nobody(manifest: Manifest, why: str) -> None:
     async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
