@@ -79,6 +79,7 @@ class Microbatches:
             entry.task = asyncio.create_task(self._serve(entry, work, deadline_s), name=f"microbatch {work.microbatch}")
         else:
             context.counters.joined += 1
+            entry.was_given = entry.was_given or work.is_given
         assert entry.task is not None
         listeners = self._listeners.setdefault(work.microbatch, set())
         listeners.add(exchange)
@@ -128,8 +129,7 @@ class Microbatches:
         """Another peer of the stage runs out of work: a forward that waits here may go there, through its caller."""
         context = self._context
         context.check_sibling(hungry.run, hungry.stage)
-        is_sticky = context.jobs.codecs.has_sticky_routes or context.jobs.codecs.has_sticky_answers
-        if is_sticky or exchange.peer_id not in context.siblings or not self._would_give(hungry):
+        if exchange.peer_id not in context.siblings or not self._would_give(hungry):
             return Spared(False)
         microbatch = context.compute.withdraw(Kind.FORWARD, self._may_go)
         entry = context.ledger.get(microbatch) if microbatch is not None else None
@@ -139,7 +139,11 @@ class Microbatches:
         return Spared(True)
 
     def _would_give(self, hungry: Hungry) -> bool:
-        context = self._context
+        """Not who leaves: without work in the step it would wait in vain for the step's apply."""
+        context, codecs = self._context, self._context.jobs.codecs
+        is_sticky = codecs.has_sticky_routes or codecs.has_sticky_answers
+        if is_sticky or context.state is not PeerState.SERVING:
+            return False
         return gives(
             waiting_s=context.compute.backlog_s(),
             load_s=context.load_s,
@@ -149,8 +153,9 @@ class Microbatches:
 
     def _may_go(self, microbatch: int) -> bool:
         """What nobody waits for any more stays: there is nobody to send it elsewhere."""
-        entry = self._context.ledger.get(microbatch)
-        return entry is not None and not entry.was_given and bool(self._listeners.get(microbatch))
+        entry, listeners = self._context.ledger.get(microbatch), self._listeners.get(microbatch, ())
+        is_awaited = any(not exchange.caller_gone.is_set() for exchange in listeners)
+        return entry is not None and not entry.was_given and is_awaited
 
     async def replay(self, replay: Replay, exchange: Exchange) -> Done:
         """Give a finished microbatch to the next stage once more, with the same bytes: somebody there lost it."""

@@ -218,6 +218,7 @@ class Caller:
 
     def __init__(self) -> None:
         self.deadline = asyncio.get_running_loop().time() + 60.0
+        self.caller_gone = asyncio.Event()
 
     def progress(self, item: object) -> None:
         return None
@@ -231,16 +232,20 @@ class Busy:
         self.microbatches = Microbatches(self.context)
         self.go = threading.Event()
         self._manifest, self._above = manifest, jobs_of(manifest, 0)
+        self.callers: list[Caller] = []
         self.occupied = asyncio.create_task(compute.run(Kind.STEP, -1, lambda: self.go.wait(20)))
         compute.times.add(Kind.FORWARD, 2.0)  # so long do forwards take here
 
     async def take(self, microbatch: int, *, is_given: bool = False) -> asyncio.Task[Done]:
+        """Asked for a microbatch; returns when that waits."""
         ids = tokens(self._manifest, microbatch)
         boundary = self._above.forward(Entry(microbatch, ids, b""), 0).payload
         work = Work("run", 0, 1, 0, microbatch, 0, False, (), ids, boundary, is_given=is_given)
-        waiting = self.context.compute.backlog()
-        task = asyncio.create_task(self.microbatches.work(work, cast(Any, Caller())))
-        await until(lambda: self.context.compute.backlog() > waiting, "it waits")
+        self.callers.append(Caller())
+        compute, counters = self.context.compute, self.context.counters
+        before = compute.backlog() + counters.joined
+        task = asyncio.create_task(self.microbatches.work(work, cast(Any, self.callers[-1])))
+        await until(lambda: compute.backlog() + counters.joined > before, "it waits")
         return task
 
     async def asked(self, request: Hungry | None = None, by: str = OTHERS[0]) -> bool:
@@ -294,17 +299,50 @@ def test_a_piece_that_went_comes_back_as_any_other(manifest: Manifest) -> None:
     with_busy_peer(manifest, main)
 
 
-@pytest.mark.parametrize("why", ["given before", "nobody waits", "asker holds more", "stranger", "nothing waits"])
+def test_what_two_have_sent_goes_if_one_of_them_still_waits(manifest: Manifest) -> None:
+    async def main(busy: Busy) -> None:
+        tasks = [await busy.take(number) for number in (0, 1, 1)]
+        busy.callers[1].caller_gone.set()
+        assert await busy.asked()
+        for task in tasks[1:]:
+            with pytest.raises(Refusal) as caught:
+                await task
+            assert (caught.value.code, caught.value.text) == (Code.ELSEWHERE, OTHERS[0])
+        busy.go.set()
+        await tasks[0]
+        assert busy.context.ledger.accumulated() == {0}
+
+    with_busy_peer(manifest, main)
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "given before",
+        "given before, to its second caller",
+        "nobody waits",
+        "asker holds more",
+        "stranger",
+        "nothing waits",
+        "leaves",
+        "pauses",
+    ],
+)
 def test_what_stays(manifest: Manifest, why: str) -> None:
     async def main(busy: Busy) -> None:
         tasks = []
         if why != "nothing waits":
             tasks = [await busy.take(number, is_given=why == "given before") for number in (0, 1)]
-        if why == "nobody waits":
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            tasks = []
+        match why:
+            case "given before, to its second caller":
+                tasks += [await busy.take(number, is_given=True) for number in (0, 1)]
+            case "nobody waits":  # their links broke: what they asked for is done all the same
+                for caller in busy.callers:
+                    caller.caller_gone.set()
+            case "leaves":
+                busy.context.become(PeerState.DRAINING)
+            case "pauses":
+                busy.context.become(PeerState.PAUSED)
         load_s = 1e3 if why == "asker holds more" else 0.0
         assert not await busy.asked(Hungry("run", 1, load_s, 2.0), by="stranger" if why == "stranger" else OTHERS[0])
         busy.go.set()
