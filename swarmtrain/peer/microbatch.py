@@ -136,6 +136,7 @@ class Microbatches:
         if entry is None:
             return Spared(False)
         entry.given_to = exchange.peer_id
+        context.faults.hit(Point.IN_GIFT)
         return Spared(True)
 
     def _would_give(self, hungry: Hungry) -> bool:
@@ -193,6 +194,8 @@ class Microbatches:
         ledger, started = context.ledger, asyncio.get_running_loop().time()
         try:
             context.faults.hit(Point.BEFORE_FORWARD)
+            if entry.was_given:
+                context.faults.hit(Point.GIVEN_WORK)
             partner = ""
             if context.dispatcher is not None and context.jobs.codecs.has_sticky_routes:
                 partner = context.dispatcher.partner(len(work.tokens))
