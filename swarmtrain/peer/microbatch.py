@@ -74,6 +74,8 @@ class Microbatches:
             entry.generation = context.jobs.generation
             entry.caller = exchange.peer_id
             entry.was_given = work.is_given
+            if work.is_given:
+                self.hunger.given_work_came()
             entry.caller_busy_until = asyncio.get_running_loop().time() + work.backlog_s
             deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
             entry.task = asyncio.create_task(self._serve(entry, work, deadline_s), name=f"microbatch {work.microbatch}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -104,6 +105,36 @@ def test_nobody_is_asked_after_one_has_given(manifest: Manifest) -> None:
         await until(lambda: len(wire.asked) == 3, "the third one gives")
         await asked_all(hunger)
         assert len(wire.asked) == 3
+
+    with_hunger(manifest, main)
+
+
+def test_what_is_on_its_way_counts_as_held(manifest: Manifest) -> None:
+    async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
+        compute.times.add(Kind.BACKWARD, 4.0)  # so long do they take here
+        loop = asyncio.get_running_loop()
+
+        async def told_load_s() -> float:
+            """Of the next round, whose first one gives."""
+            wire.giver, again_at = len(wire.asked), loop.time() + MIN_PAUSE_S
+            await until(lambda: loop.time() > again_at, "the pause is over")
+            await compute.run(Kind.FORWARD, 0, lambda: None)
+            await until(lambda: len(wire.asked) > wire.giver, "somebody is asked")
+            await asked_all(hunger)
+            return wire.asked[-1][1].load_s
+
+        assert [round(await told_load_s()) for _ in range(3)] == [0, 4, 8]
+        hunger.given_work_came()
+        assert round(await told_load_s()) == 8
+        hunger._promised = deque([loop.time() - 1.0, loop.time() + 60.0])
+        assert round(await told_load_s()) == 4  # what did not come in time will not
+        hunger._promised.clear()
+
+        async def comes() -> None:
+            hunger.given_work_came()
+
+        wire.on_call = comes  # sooner than the word that it will
+        assert [round(await told_load_s()) for _ in range(2)] == [0, 0]
 
     with_hunger(manifest, main)
 
