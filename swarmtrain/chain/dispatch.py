@@ -136,7 +136,7 @@ class Dispatcher:
     def _may_take(self, taker: str) -> bool:
         """Who asks and does not work must not get all that waits: the givers do not see what becomes of it."""
         held = [watch for watch, peer_id in self._given.items() if peer_id == taker and not watch.is_forwarded]
-        return len(held) < MAX_TAKEN
+        return bool(taker) and len(held) < MAX_TAKEN
 
     async def _call_one(
         self,
