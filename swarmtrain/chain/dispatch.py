@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 STALL_S = 30.0  # a callee that has not finished its forward by then (and by its predicted time) is given up
 NEWS_S = 2.0
+MAX_TAKEN = 2  # an honest taker asks for more when it begins with the last piece that it has
+REST_S = 0.2  # so long is not asked again who is busy and does not say for how long, or has just given work away
 
 OnProgress = Callable[[Progress], None]
 Check = Callable[[Done], Awaitable[None]]
@@ -61,6 +63,7 @@ class Dispatcher:
         self._node, self.neighbours = node, neighbours
         self.counters = Counters()
         self._partner = ""
+        self._given: dict[_Watch, str] = {}  # what was given away, and who has it now
 
     def partner(self, num_bytes: int) -> str:
         """The peer that sticky codecs build on: the same one as long as it may be asked. Empty if there is nobody."""
@@ -112,7 +115,7 @@ class Dispatcher:
                     sticky.refused = True
                     continue
                 last = f"{pick.peer_id[-8:]}: {refusal}"
-                if refusal.code == Code.ELSEWHERE:
+                if refusal.code == Code.ELSEWHERE and not work.is_given:
                     work, taker = replace(work, is_given=True), refusal.text
                 elif refusal.code != Code.BUSY:
                     tried.add(pick.peer_id)
@@ -127,8 +130,13 @@ class Dispatcher:
     ) -> Pick | None:
         hint = hints.get(work.stage)
         known = [hint.peer_id] if hint is not None else []
-        prefer = known + ([sticky.peer_id] if sticky is not None else []) + ([taker] if taker else [])
+        prefer = known + ([sticky.peer_id] if sticky is not None else []) + ([taker] if self._may_take(taker) else [])
         return self.neighbours.router.pick(len(work.boundary) + len(work.tokens), exclude=tried, prefer=prefer)
+
+    def _may_take(self, taker: str) -> bool:
+        """Who asks and does not work must not get all that waits: the givers do not see what becomes of it."""
+        held = [watch for watch, peer_id in self._given.items() if peer_id == taker and not watch.is_forwarded]
+        return bool(taker) and len(held) < MAX_TAKEN
 
     async def _call_one(
         self,
@@ -154,6 +162,8 @@ class Dispatcher:
                     on_progress(item)
 
         self.counters.sent += 1
+        if request.is_given:
+            self._given[watch] = peer_id
         try:
             call = self._node.call(peer_id, request, ends_at - started, progress, expect=Done)
             done = await watch.run(call)
@@ -169,14 +179,18 @@ class Dispatcher:
             self.counters.reroute("unreachable" if isinstance(error, PeerUnreachable) else "failed")
             router.failed(peer_id)
             raise
+        finally:
+            self._given.pop(watch, None)
         self.counters.answered += 1
         self._learn(peer_id, request, done, watch)
         return done
 
     def _refused(self, peer_id: str, refused: CallRefused) -> None:
         self.counters.reroute(refused.code)
-        if refused.code in (Code.BUSY, Code.ELSEWHERE):
-            self.neighbours.router.busy(peer_id, refused.retry_after_s or 0.2)
+        if refused.code == Code.BUSY:
+            self.neighbours.router.busy(peer_id, refused.retry_after_s or REST_S)
+        elif refused.code == Code.ELSEWHERE:
+            self.neighbours.router.busy(peer_id, REST_S)
 
     def _learn(self, peer_id: str, request: Work, done: Done, watch: _Watch) -> None:
         self.neighbours.observe_link(peer_id)
@@ -200,6 +214,11 @@ class _Watch:
         self._started = self._loop.time()
         self._is_forwarded = asyncio.Event()
         self.forwarded_after_s = 0.0
+
+    @property
+    def is_forwarded(self) -> bool:
+        """Whether the callee has done its forward."""
+        return self._is_forwarded.is_set()
 
     def seen(self, item: Progress) -> None:
         """A progress message came."""

@@ -2,7 +2,7 @@
 
 Step work (prepare, apply) before backward before forward before validation; within one kind the older microbatch
 first. So a stage drains before it fills, and queues stay short. When a pass begins or ends and nothing else waits, the
-thread says so.
+thread says so, unless its last pass has failed: a machine on which passes fail is soon done with any amount of work.
 """
 
 from __future__ import annotations
@@ -160,6 +160,7 @@ class ComputeThread:
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
+        has_failed = False  # the last pass
         while True:
             waited_from = time.perf_counter()
             with self._changed:
@@ -168,7 +169,7 @@ class ComputeThread:
                 if self._stopping:
                     return
                 job = heapq.heappop(self._jobs)
-                is_last = not self._jobs and job.kind in PASSES
+                is_last = not self._jobs and job.kind in PASSES and not has_failed
             began = time.perf_counter()
             self.times.idle_s += began - waited_from
             if job.future.cancelled():
@@ -187,8 +188,10 @@ class ComputeThread:
             self.split.end(Part.COMPUTE)
             self.times.add(job.kind, run_s)
             self._loop.call_soon_threadsafe(_deliver, job, value, error, began - job.submitted, run_s)
-            if job.kind in PASSES and not self._jobs:
-                self._loop.call_soon_threadsafe(self.on_running_out)
+            if job.kind in PASSES:
+                has_failed = error is not None
+                if not self._jobs and not has_failed:
+                    self._loop.call_soon_threadsafe(self.on_running_out)
 
 
 def _nobody_cares() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import deque
 from collections.abc import Sequence
 
 from swarmtrain.model.workload import workload_of
@@ -16,6 +17,7 @@ from swarmtrain.wire.messages import Hungry, Spared
 log = logging.getLogger(__name__)
 
 ASK_S = 2.0  # who does not answer by then is not waited for
+PROMISE_S = 10.0  # what was given and has not come by then goes another way
 
 
 class Hunger:
@@ -26,6 +28,8 @@ class Hunger:
         self._appetite: Appetite[str] = Appetite(random.Random())
         self._message_bytes = workload_of(context.manifest).boundary_bytes
         self._asking: asyncio.Task[None] | None = None
+        self._promised: deque[float] = deque()  # until when what was given to this peer may still come
+        self._came_early = False  # what is given, before the word that it is
         self._is_closed = False
         context.compute.on_running_out = self._runs_out
 
@@ -35,6 +39,13 @@ class Hunger:
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
+
+    def given_work_came(self) -> None:
+        """From its caller, which was told to send it here."""
+        if self._promised:
+            self._promised.popleft()
+        else:
+            self._came_early = True
 
     def _runs_out(self) -> None:
         context, loop = self._context, asyncio.get_running_loop()
@@ -53,18 +64,27 @@ class Hunger:
 
     async def _ask(self, others: Sequence[str]) -> None:
         """One after the other, until one gives or work has come by itself."""
-        context = self._context
+        context, loop = self._context, asyncio.get_running_loop()
         try:
             for other in others:
                 if context.compute.backlog() or not self._would_take_it():
                     return
-                request = Hungry(context.run_id, context.stage, context.load_s, context.service_s)
+                request = Hungry(context.run_id, context.stage, self._load_s(), context.service_s)
+                self._came_early = False
                 try:
                     if (await context.node.call(other, request, ASK_S, expect=Spared)).is_given:
                         self._appetite.gave(other)
+                        if not self._came_early:
+                            self._promised.append(loop.time() + PROMISE_S)
                         return
                 except NetError as error:  # it has gone, or has moved on
                     log.debug("%s was asked for work: %s", other[-8:], error)
             self._appetite.nobody_gave()
         finally:
             self._asking = None
+
+    def _load_s(self) -> float:
+        """What this peer holds and what is on its way: else it would ask for more with every pass until that comes."""
+        while self._promised and self._promised[0] < asyncio.get_running_loop().time():
+            self._promised.popleft()
+        return self._context.load_s + len(self._promised) * self._context.service_s

@@ -74,11 +74,14 @@ class Microbatches:
             entry.generation = context.jobs.generation
             entry.caller = exchange.peer_id
             entry.was_given = work.is_given
+            if work.is_given:
+                self.hunger.given_work_came()
             entry.caller_busy_until = asyncio.get_running_loop().time() + work.backlog_s
             deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
             entry.task = asyncio.create_task(self._serve(entry, work, deadline_s), name=f"microbatch {work.microbatch}")
         else:
             context.counters.joined += 1
+            entry.was_given = entry.was_given or work.is_given
         assert entry.task is not None
         listeners = self._listeners.setdefault(work.microbatch, set())
         listeners.add(exchange)
@@ -128,18 +131,22 @@ class Microbatches:
         """Another peer of the stage runs out of work: a forward that waits here may go there, through its caller."""
         context = self._context
         context.check_sibling(hungry.run, hungry.stage)
-        is_sticky = context.jobs.codecs.has_sticky_routes or context.jobs.codecs.has_sticky_answers
-        if is_sticky or exchange.peer_id not in context.siblings or not self._would_give(hungry):
+        if exchange.peer_id not in context.siblings or not self._would_give(hungry):
             return Spared(False)
         microbatch = context.compute.withdraw(Kind.FORWARD, self._may_go)
         entry = context.ledger.get(microbatch) if microbatch is not None else None
         if entry is None:
             return Spared(False)
         entry.given_to = exchange.peer_id
+        context.faults.hit(Point.IN_GIFT)
         return Spared(True)
 
     def _would_give(self, hungry: Hungry) -> bool:
-        context = self._context
+        """Not who leaves: without work in the step it would wait in vain for the step's apply."""
+        context, codecs = self._context, self._context.jobs.codecs
+        is_sticky = codecs.has_sticky_routes or codecs.has_sticky_answers
+        if is_sticky or context.state is not PeerState.SERVING:
+            return False
         return gives(
             waiting_s=context.compute.backlog_s(),
             load_s=context.load_s,
@@ -149,8 +156,9 @@ class Microbatches:
 
     def _may_go(self, microbatch: int) -> bool:
         """What nobody waits for any more stays: there is nobody to send it elsewhere."""
-        entry = self._context.ledger.get(microbatch)
-        return entry is not None and not entry.was_given and bool(self._listeners.get(microbatch))
+        entry, listeners = self._context.ledger.get(microbatch), self._listeners.get(microbatch, ())
+        is_awaited = any(not exchange.caller_gone.is_set() for exchange in listeners)
+        return entry is not None and not entry.was_given and is_awaited
 
     async def replay(self, replay: Replay, exchange: Exchange) -> Done:
         """Give a finished microbatch to the next stage once more, with the same bytes: somebody there lost it."""
@@ -188,6 +196,8 @@ class Microbatches:
         ledger, started = context.ledger, asyncio.get_running_loop().time()
         try:
             context.faults.hit(Point.BEFORE_FORWARD)
+            if entry.was_given:
+                context.faults.hit(Point.GIVEN_WORK)
             partner = ""
             if context.dispatcher is not None and context.jobs.codecs.has_sticky_routes:
                 partner = context.dispatcher.partner(len(work.tokens))

@@ -37,7 +37,7 @@ class Appetite(Generic[Peer]):
         if now < self._next_at or not others:
             return []
         self._next_at = now + self._pause_s
-        first = [] if self._giver is None else [self._giver]
+        first = [self._giver] if self._giver is not None and self._giver in others else []
         chosen = self._rng.sample(others, min(self._num_asked - len(first), len(others)))
         return first + [other for other in chosen if other != self._giver]
 

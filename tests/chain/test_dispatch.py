@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from net.helpers import until
 
-from swarmtrain.chain.dispatch import Dispatcher, _Watch
+from swarmtrain.chain.dispatch import MAX_TAKEN, REST_S, Dispatcher, _Watch
 from swarmtrain.chain.neighbours import router_options
 from swarmtrain.net.errors import CallRefused, CallTimeout, LinkClosed, PeerUnreachable, Refusal
 from swarmtrain.route.views import PeerView, Pick, StageSnapshot
@@ -28,6 +29,11 @@ class FakeRouter:
         self._peers = peers
         self.told: list[tuple[str, str]] = []
         self.loads: list[float] = []
+        self.rests: list[float] = []
+
+    def busy(self, peer: str, retry_after_s: float) -> None:
+        self.told.append(("busy", peer))
+        self.rests.append(retry_after_s)
 
     def pick(self, num_bytes: int, *, exclude: set[str], prefer: tuple[str, ...]) -> Pick | None:
         known = [peer for peer in prefer if peer in self._peers] + self._peers
@@ -143,6 +149,51 @@ def test_a_taker_that_does_not_exist_or_fails_is_done_without() -> None:
             dispatcher, node, _ = dispatch({"a": once, "c": LinkClosed("it died")})
             assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
             assert [peer for peer, _ in node.calls] == expected
+
+    run(main())
+
+
+@pytest.mark.parametrize("does_its_forward", [False, True])
+def test_a_taker_that_does_nothing_does_not_get_everything(does_its_forward: bool) -> None:
+    async def main() -> None:
+        dispatcher, node, _ = dispatch({"a": CallRefused(Code.ELSEWHERE, "hog"), "b": good}, ["a", "b", "hog"])
+        took, ended, answer_of = list[Work](), asyncio.Event(), node.call
+
+        async def call(peer: str, work: Work, deadline_s: float, on_progress: Any, *, expect: type[Done]) -> Done:
+            if peer != "hog":
+                if work.is_given and peer == "a":
+                    raise CallRefused(Code.NOT_SERVING)
+                return await answer_of(peer, work, deadline_s, on_progress, expect=expect)
+            took.append(work)
+            if does_its_forward:
+                on_progress(Progress(Phase.FORWARDED, (Hop(2, "hog", "life"),), 0.0, 0.0))
+            await ended.wait()
+            return DONE
+
+        node.call = call  # type: ignore[method-assign]
+        calls = list[asyncio.Task[Done]]()
+        for _ in range(6):
+            calls.append(asyncio.create_task(dispatcher.call(WORK, deadline_s=10, check=accept)))
+            await until(lambda: len(took) + sum(call.done() for call in calls) == len(calls), "it has gone somewhere")
+        assert len(took) == (6 if does_its_forward else MAX_TAKEN)
+        ended.set()
+        await asyncio.gather(*calls)
+        assert dispatcher._given == {}
+
+    run(main())
+
+
+def test_who_gives_away_what_was_given_is_not_asked_again() -> None:
+    """It may name itself, or a friend that does the same."""
+
+    async def main() -> None:
+        for names in ({"a": "a"}, {"a": "b", "b": "a"}, {"a": "nobody"}):
+            liars = {liar: CallRefused(Code.ELSEWHERE, taker, retry_after_s=0.001) for liar, taker in names.items()}
+            dispatcher, node, neighbours = dispatch({**liars, "c": good})
+            assert await dispatcher.call(WORK, deadline_s=5, check=accept) is DONE
+            assert [peer for peer, _ in node.calls][-1] == "c"
+            assert len(node.calls) <= len(liars) + 2
+            assert set(neighbours.router.rests) == {REST_S}  # whatever they say themselves
 
     run(main())
 

@@ -37,10 +37,10 @@ def test_a_restarted_coordinator_has_its_curve_back_and_goes_on() -> None:
     assert keeper.status.last_applied_at == 7.0
 
 
-def test_reroutes_are_told_once_and_busy_is_no_news() -> None:
+def test_reroutes_are_told_once_and_what_is_usual_is_no_news() -> None:
     news = RerouteNews(2)
-    assert [(e.cause, e.calls) for e in news.since_last({"timeout": 2, "busy": 9})] == [("timeout", 2)]
-    assert list(news.since_last({"timeout": 2, "busy": 12})) == []
+    assert [(e.cause, e.calls) for e in news.since_last({"timeout": 2, "busy": 9, "elsewhere": 1})] == [("timeout", 2)]
+    assert list(news.since_last({"timeout": 2, "busy": 12, "elsewhere": 7})) == []
     assert [(e.stage, e.cause, e.calls) for e in news.since_last({"timeout": 3, "failed": 1})] == [
         (2, "timeout", 1),
         (2, "failed", 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -108,6 +109,36 @@ def test_nobody_is_asked_after_one_has_given(manifest: Manifest) -> None:
     with_hunger(manifest, main)
 
 
+def test_what_is_on_its_way_counts_as_held(manifest: Manifest) -> None:
+    async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
+        compute.times.add(Kind.BACKWARD, 4.0)  # so long do they take here
+        loop = asyncio.get_running_loop()
+
+        async def told_load_s() -> float:
+            """Of the next round, whose first one gives."""
+            wire.giver, again_at = len(wire.asked), loop.time() + MIN_PAUSE_S
+            await until(lambda: loop.time() > again_at, "the pause is over")
+            await compute.run(Kind.FORWARD, 0, lambda: None)
+            await until(lambda: len(wire.asked) > wire.giver, "somebody is asked")
+            await asked_all(hunger)
+            return wire.asked[-1][1].load_s
+
+        assert [round(await told_load_s()) for _ in range(3)] == [0, 4, 8]
+        hunger.given_work_came()
+        assert round(await told_load_s()) == 8
+        hunger._promised = deque([loop.time() - 1.0, loop.time() + 60.0])
+        assert round(await told_load_s()) == 4  # what did not come in time will not
+        hunger._promised.clear()
+
+        async def comes() -> None:
+            hunger.given_work_came()
+
+        wire.on_call = comes  # sooner than the word that it will
+        assert [round(await told_load_s()) for _ in range(2)] == [0, 0]
+
+    with_hunger(manifest, main)
+
+
 def test_nobody_is_asked_when_work_has_come_by_itself(manifest: Manifest) -> None:
     async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
         go = threading.Event()
@@ -136,6 +167,24 @@ def test_step_work_and_messages_are_not_what_it_hungers_for(manifest: Manifest) 
         assert wire.asked == []
         await compute.run(Kind.FORWARD, 0, lambda: None)
         await until(lambda: bool(wire.asked), "a forward is")
+
+    with_hunger(manifest, main)
+
+
+def test_who_cannot_do_what_it_has_asks_for_more_when_it_can_again(manifest: Manifest) -> None:
+    """It is done with everything at once: it would get all that waits in its stage, and spoil it."""
+
+    async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
+        context, siblings = hunger._context, hunger._context.siblings
+        context.siblings = ()  # nobody knows yet that it is broken: of this one time it would ask
+        for number in range(3):
+            with pytest.raises(ZeroDivisionError):
+                await compute.run(Kind.FORWARD, number, lambda: 1 / 0)
+            context.siblings = siblings
+        await compute.run(Kind.MESSAGE, 0, lambda: None)  # what the thread said before has been heard by now
+        assert wire.asked == []
+        await compute.run(Kind.FORWARD, 3, lambda: None)
+        await until(lambda: bool(wire.asked), "its end makes it ask")
 
     with_hunger(manifest, main)
 
@@ -200,6 +249,7 @@ class Caller:
 
     def __init__(self) -> None:
         self.deadline = asyncio.get_running_loop().time() + 60.0
+        self.caller_gone = asyncio.Event()
 
     def progress(self, item: object) -> None:
         return None
@@ -213,16 +263,20 @@ class Busy:
         self.microbatches = Microbatches(self.context)
         self.go = threading.Event()
         self._manifest, self._above = manifest, jobs_of(manifest, 0)
+        self.callers: list[Caller] = []
         self.occupied = asyncio.create_task(compute.run(Kind.STEP, -1, lambda: self.go.wait(20)))
         compute.times.add(Kind.FORWARD, 2.0)  # so long do forwards take here
 
     async def take(self, microbatch: int, *, is_given: bool = False) -> asyncio.Task[Done]:
+        """Asked for a microbatch; returns when that waits."""
         ids = tokens(self._manifest, microbatch)
         boundary = self._above.forward(Entry(microbatch, ids, b""), 0).payload
         work = Work("run", 0, 1, 0, microbatch, 0, False, (), ids, boundary, is_given=is_given)
-        waiting = self.context.compute.backlog()
-        task = asyncio.create_task(self.microbatches.work(work, cast(Any, Caller())))
-        await until(lambda: self.context.compute.backlog() > waiting, "it waits")
+        self.callers.append(Caller())
+        compute, counters = self.context.compute, self.context.counters
+        before = compute.backlog() + counters.joined
+        task = asyncio.create_task(self.microbatches.work(work, cast(Any, self.callers[-1])))
+        await until(lambda: compute.backlog() + counters.joined > before, "it waits")
         return task
 
     async def asked(self, request: Hungry | None = None, by: str = OTHERS[0]) -> bool:
@@ -276,17 +330,50 @@ def test_a_piece_that_went_comes_back_as_any_other(manifest: Manifest) -> None:
     with_busy_peer(manifest, main)
 
 
-@pytest.mark.parametrize("why", ["given before", "nobody waits", "asker holds more", "stranger", "nothing waits"])
+def test_what_two_have_sent_goes_if_one_of_them_still_waits(manifest: Manifest) -> None:
+    async def main(busy: Busy) -> None:
+        tasks = [await busy.take(number) for number in (0, 1, 1)]
+        busy.callers[1].caller_gone.set()
+        assert await busy.asked()
+        for task in tasks[1:]:
+            with pytest.raises(Refusal) as caught:
+                await task
+            assert (caught.value.code, caught.value.text) == (Code.ELSEWHERE, OTHERS[0])
+        busy.go.set()
+        await tasks[0]
+        assert busy.context.ledger.accumulated() == {0}
+
+    with_busy_peer(manifest, main)
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "given before",
+        "given before, to its second caller",
+        "nobody waits",
+        "asker holds more",
+        "stranger",
+        "nothing waits",
+        "leaves",
+        "pauses",
+    ],
+)
 def test_what_stays(manifest: Manifest, why: str) -> None:
     async def main(busy: Busy) -> None:
         tasks = []
         if why != "nothing waits":
             tasks = [await busy.take(number, is_given=why == "given before") for number in (0, 1)]
-        if why == "nobody waits":
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            tasks = []
+        match why:
+            case "given before, to its second caller":
+                tasks += [await busy.take(number, is_given=True) for number in (0, 1)]
+            case "nobody waits":  # their links broke: what they asked for is done all the same
+                for caller in busy.callers:
+                    caller.caller_gone.set()
+            case "leaves":
+                busy.context.become(PeerState.DRAINING)
+            case "pauses":
+                busy.context.become(PeerState.PAUSED)
         load_s = 1e3 if why == "asker holds more" else 0.0
         assert not await busy.asked(Hungry("run", 1, load_s, 2.0), by="stranger" if why == "stranger" else OTHERS[0])
         busy.go.set()
