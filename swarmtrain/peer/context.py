@@ -90,7 +90,8 @@ class PeerContext:
     term: int = 0
     word: Word = field(default_factory=Word)  # what the coordinator said last
     contact_at: float = 0.0  # when the coordinator was last heard, in time of the loop
-    siblings: tuple[str, ...] = ()  # the other peers of the stage, as the last roster named them
+    shares_work: bool = True  # with the others of the stage
+    siblings: tuple[str, ...] = ()  # these others, as the last roster named them
     is_applying: bool = False  # the step is over, its state is being changed: no more work for it
     faults: Faults = field(default_factory=Faults)
     ledger: Ledger = field(default_factory=lambda: Ledger(0))

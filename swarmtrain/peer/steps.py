@@ -79,7 +79,8 @@ class Steps:
         context = self._context
         await context.check_coordinator(exchange.peer_id, prepare.run, prepare.term, prepare.stage)
         self._check_roster(prepare)
-        context.siblings = tuple(e.peer_id for e in prepare.roster if e.peer_id != context.node.peer_id)
+        if context.shares_work:
+            context.siblings = tuple(e.peer_id for e in prepare.roster if e.peer_id != context.node.peer_id)
         if context.state is PeerState.SYNCING:
             task = self.hearing.hear(prepare, self._receive)
         else:

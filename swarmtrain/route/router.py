@@ -24,6 +24,10 @@ POLICIES: dict[str, type[FinishTimePolicy] | type[SwarmLatencyPolicy]] = {
 }
 
 
+# Peers of a stage share what waits (`hunger.py`), except with the published router, which is there to be compared with.
+SHARING_POLICIES = frozenset({"finish-time"})
+
+
 class Router:
     """Chooses the next peer by the named policy, and keeps away from peers that failed."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from swarmtrain.route.hunger import Appetite, gives, is_held_up
+from swarmtrain.route.router import SHARING_POLICIES
 from swarmtrain.route.views import Offer
 from swarmtrain.sim.peer import SimPeer
 from swarmtrain.sim.pipeline import Pipeline, World
@@ -21,7 +22,7 @@ class Sharing:
         self._rng = random.Random(f"sharing {scenario.seed}")
         self._num_asked = scenario.num_asked
         self._appetites: dict[int, Appetite[Offer]] = {}
-        if self._num_asked:
+        if self._num_asked and scenario.routing in SHARING_POLICIES:
             pipeline.on_running_out = self._runs_out
 
     def _runs_out(self, peer: SimPeer) -> None:

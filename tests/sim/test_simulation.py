@@ -195,6 +195,8 @@ def test_asking_for_work_keeps_a_deep_pipeline_busier() -> None:
         num_peers=160, num_stages=10, minutes=40.0, warmup_minutes=20.0, mean_life_s=4 * 3600.0, window_maximum=640
     )
     asking, silent = simulate(base), simulate(base.with_(num_asked=0))
+    published = simulate(base.with_(routing="swarm-latency", minutes=21.0))
+    assert "given to others of the stage" not in published.events
     assert asking.events["given to others of the stage"] > 1000
     assert "given to others of the stage" not in silent.events
     assert asking.assigned == silent.assigned  # moves do not look at queues
