@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from swarmtrain.model.workload import workload_of
 from swarmtrain.net.errors import NetError
 from swarmtrain.peer.context import PeerContext, PeerState
-from swarmtrain.route.hunger import Appetite, is_held_up
-from swarmtrain.wire.messages import Hungry, Spared
+from swarmtrain.peer.ledger import Entry
+from swarmtrain.route.estimate import moved
+from swarmtrain.route.hunger import Appetite, is_held_up, is_line_bound
+from swarmtrain.wire.messages import Done, Hungry, Spared
 
 log = logging.getLogger(__name__)
 
 ASK_S = 2.0  # who does not answer by then is not waited for
+NEW_WEIGHT = 0.2  # of the last microbatch, in what its lines usually take
 PROMISE_S = 10.0  # what was given and has not come by then goes another way
 
 
@@ -30,6 +33,7 @@ class Hunger:
         self._asking: asyncio.Task[None] | None = None
         self._promised: deque[float] = deque()  # until when what was given to this peer may still come
         self._came_early = False  # what is given, before the word that it is
+        self._wire_s = 0.0  # what sending a microbatch's tensors takes, as far as lines were measured
         self._is_closed = False
         context.compute.on_running_out = self._runs_out
 
@@ -39,6 +43,17 @@ class Hunger:
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
+
+    def served(self, entry: Entry, answer: Done) -> None:
+        """A microbatch is done here: how long do the lines take for what it made?"""
+        sent = [(entry.caller, len(answer.gradient))]
+        if len(answer.route) > 1:
+            sent.append((answer.route[1].peer_id, len(entry.output)))
+        wire_s = 0.0
+        for peer_id, num_bytes in sent:
+            if rate := self._context.node.estimate(peer_id).up_bytes_per_s:
+                wire_s += num_bytes / rate
+        self._wire_s = moved(self._wire_s, wire_s, NEW_WEIGHT)
 
     def given_work_came(self) -> None:
         """From its caller, which was told to send it here."""
@@ -59,6 +74,8 @@ class Hunger:
         if context.state is not PeerState.SERVING or context.is_applying or not context.has_contact:
             return False
         if context.ledger.num_bytes() > context.max_ledger_bytes:
+            return False
+        if is_line_bound(self._wire_s, context.service_s):
             return False
         return not is_held_up(context.node.backlog_bytes(), self._message_bytes)
 

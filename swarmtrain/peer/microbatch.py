@@ -234,6 +234,7 @@ class Microbatches:
             raise self._as_refusal(error) from error
         entry.answer = answer
         entry.task = None
+        self.hunger.served(entry, answer)
         context.counters.microbatches += 1
         total_s = asyncio.get_running_loop().time() - started
         context.counters.times.add(clock.queue_s, clock.forward_s + clock.backward_s, total_s)

@@ -60,6 +60,11 @@ def gives(*, waiting_s: float, load_s: float, asker_load_s: float, asker_service
     return waiting_s > MIN_WAIT_S and asker_load_s + asker_service_s <= MAX_EXCESS * load_s
 
 
+def is_line_bound(wire_s: float, service_s: float) -> bool:
+    """Whether sending what a microbatch makes takes a peer longer than computing it: then work is not what it lacks."""
+    return wire_s > service_s
+
+
 def is_held_up(backlog_bytes: float, message_bytes: float) -> bool:
     """Whether what a peer has done piles up at its own uplink: then more work would not help it."""
     return backlog_bytes > 2.0 * message_bytes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
-from swarmtrain.route.hunger import Appetite, gives, is_held_up
+from swarmtrain.route.hunger import Appetite, gives, is_held_up, is_line_bound
 from swarmtrain.route.router import SHARING_POLICIES
 from swarmtrain.route.views import Offer
+from swarmtrain.sim.directory import stage_bytes
 from swarmtrain.sim.peer import SimPeer
 from swarmtrain.sim.pipeline import Pipeline, World
 
@@ -19,6 +20,7 @@ class Sharing:
         self._world = world
         self._pipeline = pipeline
         self._costs = scenario.costs
+        self._bytes_out = [stage_bytes(scenario, stage)[1] for stage in range(scenario.num_stages)]
         self._rng = random.Random(f"sharing {scenario.seed}")
         self._num_asked = scenario.num_asked
         self._appetites: dict[int, Appetite[Offer]] = {}
@@ -29,6 +31,8 @@ class Sharing:
         now = self._world.engine.now
         backlog_bytes = (peer.up_free - now) * peer.up_rate
         if peer.is_asking or peer.state != "serving" or is_held_up(backlog_bytes, self._world.scenario.boundary_bytes):
+            return
+        if is_line_bound(self._bytes_out[peer.stage] / peer.up_rate, self._costs[peer.stage] / peer.speed):
             return
         appetite = self._appetites.get(peer.number)
         if appetite is None:

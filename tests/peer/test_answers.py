@@ -22,7 +22,7 @@ from swarmtrain.route.views import PeerView
 from swarmtrain.run.manifest import Manifest, parse_manifest
 from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
 
-from .test_room import Caller
+from .test_room import Caller, unmeasured
 from .test_stage_jobs import jobs_of, manifest, tokens
 
 __all__ = ["manifest"]  # a fixture
@@ -34,7 +34,7 @@ class Last:
     """A peer of the last stage, and two lives of one above it: the second one remembers nothing of the first."""
 
     def __init__(self, manifest: Manifest, compute: ComputeThread) -> None:
-        node = cast(Any, SimpleNamespace(peer_id="p", backlog_bytes=lambda: 1 << 40))
+        node = cast(Any, SimpleNamespace(peer_id="p", backlog_bytes=lambda: 1 << 40, estimate=unmeasured))
         jobs, nothing = jobs_of(manifest, 1), cast(Any, None)
         self.context = PeerContext(
             "run", manifest, 1, "life", node, compute, jobs, nothing, None, 100, 1 << 40, contact_at=math.inf
@@ -77,7 +77,9 @@ class First:
         self.router = Router(clock=loop.time, rng=cast(Any, SimpleNamespace(random=lambda: 1.0)))
         self.router.update_peers([PeerView("below", 1)])
         neighbours = SimpleNamespace(router=self.router, observe_link=lambda peer_id: None)
-        node = cast(Any, SimpleNamespace(peer_id="p", call=self.below.call, backlog_bytes=lambda: 1 << 40))
+        node = cast(
+            Any, SimpleNamespace(peer_id="p", call=self.below.call, backlog_bytes=lambda: 1 << 40, estimate=unmeasured)
+        )
         authority = cast(Any, SimpleNamespace(is_coordinator=self._is_coordinator))
         dispatcher = Dispatcher(node, cast(Any, neighbours))
         self.context = PeerContext(

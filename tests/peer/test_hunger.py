@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import pytest
 from net.helpers import until
 
 from swarmtrain.net.errors import LinkClosed, Refusal
+from swarmtrain.net.meter import LinkEstimate
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.hunger import Hunger
@@ -20,8 +22,9 @@ from swarmtrain.peer.ledger import Entry
 from swarmtrain.peer.microbatch import Microbatches
 from swarmtrain.route.hunger import MIN_PAUSE_S, NUM_ASKED
 from swarmtrain.run.manifest import Manifest
-from swarmtrain.wire.messages import Code, Done, Hungry, Spared, Work
+from swarmtrain.wire.messages import Code, Done, Hop, Hungry, Spared, Work
 
+from .test_room import unmeasured
 from .test_stage_jobs import jobs_of, manifest, tokens
 
 __all__ = ["manifest"]  # a fixture
@@ -40,10 +43,14 @@ class Wire:
 
     def __init__(self) -> None:
         self.waiting_bytes = 0
+        self.rates: dict[str, float] = {}
         self.is_broken = False
         self.giver = -1  # the how manieth that is asked gives
         self.on_call: Callable[[], Awaitable[None]] = nothing
         self.asked: list[tuple[str, Hungry]] = []
+
+    def estimate(self, peer_id: str) -> LinkEstimate:
+        return replace(unmeasured(peer_id), up_bytes_per_s=self.rates.get(peer_id))
 
     def backlog_bytes(self) -> int:
         return self.waiting_bytes
@@ -209,6 +216,26 @@ def test_who_could_not_do_more_asks_nobody(manifest: Manifest, why: str) -> None
         await compute.run(Kind.FORWARD, 0, lambda: None)
         await compute.run(Kind.MESSAGE, 0, lambda: None)  # what the thread said before has been heard by now
         assert wire.asked == []
+
+    with_hunger(manifest, main)
+
+
+@pytest.mark.parametrize(("rate", "asks"), [(1e4, False), (1e5, True), (None, True)])
+def test_who_lacks_a_faster_line_asks_nobody(manifest: Manifest, rate: float | None, asks: bool) -> None:
+    """What a microbatch makes, 10 kB for each neighbour, takes 2 s on the slow line; computing it takes 1 s."""
+
+    async def main(compute: ComputeThread, wire: Wire, hunger: Hunger) -> None:
+        if rate is not None:
+            wire.rates = {"caller": rate, "below": rate}
+        for _ in range(64):
+            compute.times.add(Kind.FORWARD, 1.0)
+        entry = Entry(0, b"", b"", output=bytes(10_000), caller="caller")
+        route = (Hop(0, "p", "life"), Hop(1, "below", "life"))
+        for _ in range(20):
+            hunger.served(entry, Done(1.0, route, 0.0, 1.0, 0.0, bytes(10_000)))
+        await compute.run(Kind.BACKWARD, 0, lambda: None)
+        await compute.run(Kind.MESSAGE, 0, lambda: None)  # what the thread said before has been heard by now
+        assert bool(wire.asked) is asks
 
     with_hunger(manifest, main)
 

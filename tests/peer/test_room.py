@@ -13,6 +13,7 @@ import pytest
 from net.helpers import until
 
 from swarmtrain.net.errors import Refusal
+from swarmtrain.net.meter import LinkEstimate
 from swarmtrain.peer import microbatch as microbatch_module
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
@@ -25,6 +26,11 @@ from .test_stage_jobs import jobs_of, manifest, tokens
 
 __all__ = ["manifest"]  # a fixture
 HUGE = 1 << 40
+
+
+def unmeasured(peer_id: str) -> LinkEstimate:
+    """What is known of a line that nothing large has crossed."""
+    return LinkEstimate(peer_id, None, None, None, None, 0, 0)
 
 
 class Caller:
@@ -44,7 +50,7 @@ class Peer:
 
     def __init__(self, manifest: Manifest, compute: ComputeThread, *, max_queue: int, max_ledger_bytes: int) -> None:
         nothing = cast(Any, None)
-        node = cast(Any, SimpleNamespace(peer_id="p", backlog_bytes=lambda: 1 << 40))
+        node = cast(Any, SimpleNamespace(peer_id="p", backlog_bytes=lambda: 1 << 40, estimate=unmeasured))
         self.context = PeerContext(
             "run", manifest, 1, "life", node, compute, jobs_of(manifest, 1), nothing, None, max_queue, max_ledger_bytes
         )

@@ -19,6 +19,7 @@ from swarmtrain.route.hunger import (
     Appetite,
     gives,
     is_held_up,
+    is_line_bound,
 )
 
 STAGE = tuple(f"peer {number}" for number in range(40))
@@ -121,6 +122,11 @@ def test_two_peers_never_pass_one_piece_to_and_fro() -> None:
                 loads[giver] -= service_s
                 loads[asker] += service_s
     assert sorted(loads) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(("wire_s", "is_it"), [(0.0, False), (0.9, False), (1.1, True)])
+def test_who_computes_faster_than_it_can_send_does_not_lack_work(wire_s: float, is_it: bool) -> None:
+    assert is_line_bound(wire_s, 1.0) is is_it
 
 
 @pytest.mark.parametrize(("backlog", "is_it"), [(0.0, False), (200.0, False), (201.0, True)])
