@@ -287,7 +287,7 @@ def _handlers(
     """Who answers what."""
     return {
         Work: microbatches.work,
-        Hungry: microbatches.hungry,
+        Hungry: microbatches.giving.hungry,
         Replay: microbatches.replay,
         Prepare: steps.prepare,
         Part: steps.part,

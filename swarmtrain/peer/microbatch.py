@@ -24,11 +24,11 @@ from swarmtrain.observe.split import Part
 from swarmtrain.peer.codecs import BadTensor, WrongPartner
 from swarmtrain.peer.compute import Kind, Withdrawn
 from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.peer.giving import Giving
 from swarmtrain.peer.hunger import Hunger
 from swarmtrain.peer.jobs import Outcome, StaleWork
 from swarmtrain.peer.ledger import Entry, Raw
-from swarmtrain.route.hunger import gives
-from swarmtrain.wire.messages import Code, Done, Hop, Hungry, Phase, Progress, Replay, Spared, Work
+from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Replay, Work
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class Microbatches:
         self._context = context
         self._listeners: dict[int, set[Exchange]] = {}
         self.hunger = Hunger(context)
+        self.giving = Giving(context, self._is_awaited)
 
     async def work(self, work: Work, exchange: Exchange) -> Done:
         """Have a microbatch done. Asked again for a finished one, answers from the ledger."""
@@ -127,38 +128,9 @@ class Microbatches:
             Kind.MESSAGE, -1, lambda: context.jobs.codecs.settle(Direction.BACKWARD, sticky.ticket, delivered=False)
         )
 
-    async def hungry(self, hungry: Hungry, exchange: Exchange) -> Spared:
-        """Another peer of the stage runs out of work: a forward that waits here may go there, through its caller."""
-        context = self._context
-        context.check_sibling(hungry.run, hungry.stage)
-        if exchange.peer_id not in context.siblings or not self._would_give(hungry):
-            return Spared(False)
-        microbatch = context.compute.withdraw(Kind.FORWARD, self._may_go)
-        entry = context.ledger.get(microbatch) if microbatch is not None else None
-        if entry is None:
-            return Spared(False)
-        entry.given_to = exchange.peer_id
-        context.faults.hit(Point.IN_GIFT)
-        return Spared(True)
-
-    def _would_give(self, hungry: Hungry) -> bool:
-        """Not who leaves: without work in the step it would wait in vain for the step's apply."""
-        context, codecs = self._context, self._context.jobs.codecs
-        is_sticky = codecs.has_sticky_routes or codecs.has_sticky_answers
-        if is_sticky or context.state is not PeerState.SERVING:
-            return False
-        return gives(
-            waiting_s=context.compute.backlog_s(),
-            load_s=context.load_s,
-            asker_load_s=hungry.load_s,
-            asker_service_s=hungry.service_s,
-        )
-
-    def _may_go(self, microbatch: int) -> bool:
-        """What nobody waits for any more stays: there is nobody to send it elsewhere."""
-        entry, listeners = self._context.ledger.get(microbatch), self._listeners.get(microbatch, ())
-        is_awaited = any(not exchange.caller_gone.is_set() for exchange in listeners)
-        return entry is not None and not entry.was_given and is_awaited
+    def _is_awaited(self, microbatch: int) -> bool:
+        """Whether a caller of it is still there."""
+        return any(not exchange.caller_gone.is_set() for exchange in self._listeners.get(microbatch, ()))
 
     async def replay(self, replay: Replay, exchange: Exchange) -> Done:
         """Give a finished microbatch to the next stage once more, with the same bytes: somebody there lost it."""

@@ -308,7 +308,7 @@ class Busy:
 
     async def asked(self, request: Hungry | None = None, by: str = OTHERS[0]) -> bool:
         exchange = cast(Any, SimpleNamespace(peer_id=by))
-        return (await self.microbatches.hungry(request or Hungry("run", 1, 0.0, 2.0), exchange)).is_given
+        return (await self.microbatches.giving.hungry(request or Hungry("run", 1, 0.0, 2.0), exchange)).is_given
 
 
 def with_busy_peer(manifest: Manifest, main: Callable[[Busy], Awaitable[None]]) -> None:
