@@ -438,8 +438,9 @@ def test_a_real_host_recovers_from_an_outage_of_the_network(tmp_path: Path) -> N
             for process in others:
                 os.kill(process or 0, signal.SIGSTOP)
             try:
-                await directories[2].lookup("peers")  # ends when its calls do
-                await until(lambda: directories[2].status().num_neighbours == 0, "the table runs empty")
+                # A word that was on its way may bring one back that the first look had found silent.
+                while directories[2].status().num_neighbours:
+                    await directories[2].lookup("peers")  # ends when its calls do
             finally:
                 for process in others:
                     os.kill(process or 0, signal.SIGCONT)
