@@ -66,7 +66,8 @@ class Hunger:
         context, loop = self._context, asyncio.get_running_loop()
         if self._is_closed or self._asking is not None or not self._would_take_it():
             return
-        if others := self._appetite.whom_to_ask(context.siblings, loop.time()):
+        asked = self._appetite.whom_to_ask(context.siblings, loop.time())
+        if others := [other for other in asked if other in context.siblings]:
             self._asking = loop.create_task(self._ask(others), name="ask for work")
 
     def _would_take_it(self) -> bool:

@@ -33,13 +33,17 @@ class Appetite(Generic[Peer]):
         self._next_at = -math.inf
 
     def whom_to_ask(self, others: Sequence[Peer], now: float) -> list[Peer]:
-        """Who gave last, then others of its stage at random; nobody if it asked just now."""
+        """Who gave last, though it may have left, then others of its stage at random; nobody if it asked just now."""
         if now < self._next_at or not others:
             return []
         self._next_at = now + self._pause_s
-        first = [self._giver] if self._giver is not None and self._giver in others else []
-        chosen = self._rng.sample(others, min(self._num_asked - len(first), len(others)))
-        return first + [other for other in chosen if other != self._giver]
+        first = () if self._giver is None else (self._giver,)
+        if len(others) <= self._num_asked:
+            chosen = self._rng.sample(others, len(others))
+        else:  # with replacement, which is much faster; whoever is drawn twice is asked once
+            random_, num_others = self._rng.random, len(others)
+            chosen = [others[int(random_() * num_others)] for _ in range(self._num_asked - len(first))]
+        return list(dict.fromkeys((*first, *chosen)))
 
     def gave(self, giver: Peer) -> None:
         """One that was asked had something: it is likely to have more."""

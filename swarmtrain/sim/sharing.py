@@ -40,28 +40,27 @@ class Sharing:
         others = appetite.whom_to_ask(self._world.directory.snapshots[peer.stage].offers, now)
         if others:
             peer.is_asking = True
-            self._ask(peer, others, 0.0)
+            round_trip_s = 2.0 * (2.0 * peer.latency_s + self._world.scenario.backbone_latency_s)
+            self._world.engine.after(0.5 * round_trip_s, self._asks, peer, others, round_trip_s)
 
-    def _ask(self, peer: SimPeer, others: list[Offer], after_s: float) -> None:
-        offer = others.pop(0)
-        other = self._world.by_id[offer.peer_id]
-        self._world.engine.after(after_s + self._latency_s(peer, other), self._asked, other, peer, offer, others)
-
-    def _asked(self, giver: SimPeer, peer: SimPeer, offer: Offer, others: list[Offer]) -> None:
-        """Gives, or the next one is asked, unless work has come meanwhile."""
+    def _asks(self, peer: SimPeer, others: list[Offer], round_trip_s: float) -> None:
+        """The first of the others is asked now. Who would refuse now is taken to refuse when its turn comes, too."""
         if not peer.is_asking:
             return  # it died or has moved
-        appetite = self._appetites[peer.number]
-        if self._gives(giver, peer) and self._pipeline.give_away(giver, peer):
-            appetite.gave(offer)
-        elif peer.jobs:
-            pass
-        elif others:
-            self._ask(peer, others, self._latency_s(peer, giver))
-            return
-        else:
-            appetite.nobody_gave()
+        for number, offer in enumerate(others):
+            giver = self._world.by_id[offer.peer_id]
+            if not self._gives(giver, peer):
+                continue
+            if number:
+                self._world.engine.after(number * round_trip_s, self._asks, peer, others[number:], round_trip_s)
+                return
+            if self._pipeline.give_away(giver, peer):
+                self._appetites[peer.number].gave(offer)
+                peer.is_asking = False
+                return
         peer.is_asking = False
+        if not peer.jobs:
+            self._appetites[peer.number].nobody_gave()
 
     def _gives(self, giver: SimPeer, peer: SimPeer) -> bool:
         if not giver.num_forward or giver is peer or giver.state != "serving" or giver.stage != peer.stage:
@@ -73,6 +72,3 @@ class Sharing:
             asker_load_s=peer.load_s(cost),
             asker_service_s=cost / peer.speed,
         )
-
-    def _latency_s(self, peer: SimPeer, other: SimPeer) -> float:
-        return peer.latency_s + self._world.scenario.backbone_latency_s + other.latency_s

@@ -29,7 +29,7 @@ from .test_stage_jobs import jobs_of, manifest, tokens
 
 __all__ = ["manifest"]  # a fixture
 
-OTHERS = tuple(f"sibling {number}" for number in range(9))
+OTHERS = tuple(f"sibling {number}" for number in range(NUM_ASKED))
 
 
 async def nothing() -> None:
