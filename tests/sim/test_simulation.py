@@ -69,7 +69,8 @@ def test_what_is_given_away_crosses_its_boundary_once_more() -> None:
     assert num_given > 100
     # Leases are given away as well, and weigh nothing.
     extra = result.bytes_per_microbatch / SMALL.boundary_bytes - 2 * 2
-    assert 0.5 * num_given / num_finished < extra <= 1.03 * num_given / num_finished
+    tolerance = 0.03 * 2 * 2  # what is under way when the counting begins and ends, as above
+    assert 0.5 * num_given / num_finished < extra < num_given / num_finished + tolerance
 
 
 def test_a_slow_uplink_limits_its_machine_as_the_bound_says() -> None:
