@@ -14,8 +14,10 @@ class Directory:
     def __init__(self, scenario: Scenario, peers: list[SimPeer]) -> None:
         self._scenario = scenario
         self._peers = peers
+        self._by_id = {peer.peer_id: peer for peer in peers}
         self._views: dict[int, PeerView] = {}
         self.snapshots: list[StageSnapshot] = [StageSnapshot(()) for _ in range(scenario.num_stages)]
+        self.serving: list[list[SimPeer]] = [[] for _ in range(scenario.num_stages)]  # who is in each snapshot
         self.members: list[Member] = []
         self.capacities = [0.0] * scenario.num_stages
 
@@ -35,7 +37,8 @@ class Directory:
             by_stage[view.stage].append(view)
         for stage, views in enumerate(by_stage):
             bytes_in, bytes_out = stage_bytes(self._scenario, stage)
-            self.snapshots[stage] = StageSnapshot(views, bytes_in=bytes_in, bytes_out=bytes_out)
+            self.snapshots[stage] = snapshot = StageSnapshot(views, bytes_in=bytes_in, bytes_out=bytes_out)
+            self.serving[stage] = [self._by_id[offer.peer_id] for offer in snapshot.offers]
         self.capacities = stage_capacities(self.members, self._scenario.costs)
 
     def announce_arrival(self, peer: SimPeer) -> None:

@@ -6,9 +6,9 @@ import heapq
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Only what is due in the present slice of time is kept in order; the rest lies in boxes until its slice comes. One heap
-# of everything does not fit a processor's cache. A power of two, so that a time and its slice always agree.
-SLICE_S = 0.125
+# Only what is due in the present slice of time is kept in order; the rest lies in boxes until its slice comes, and is
+# sorted then, which is faster than a heap. A power of two, so that a time and its slice always agree.
+SLICE_S = 0.03125
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...]]
 
@@ -19,7 +19,8 @@ class Engine:
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
-        self._heap: list[Event] = []  # due before `_slice_end`
+        self._slice: list[Event] = []  # what was in the present slice's box, the next one last
+        self._heap: list[Event] = []  # what was scheduled for the present slice since it began
         self._slice_end = 0.0
         self._later: dict[int, list[Event]] = {}  # by slice
         self._slices: list[int] = []  # a heap of the keys of `_later`
@@ -45,14 +46,21 @@ class Engine:
 
     def run(self, until: float) -> None:
         """Do everything that is due up to `until`."""
-        pop, num_events = heapq.heappop, 0
+        heap, pop, num_events = self._heap, heapq.heappop, 0
         while True:
-            heap = self._heap
-            while heap and heap[0][0] <= until:
-                self.now, _, call, arguments = pop(heap)
+            due = self._slice
+            while due or heap:
+                if not heap or (due and due[-1] < heap[0]):
+                    event = due.pop()
+                else:
+                    event = pop(heap)
+                if event[0] > until:
+                    heapq.heappush(heap, event)
+                    break
+                self.now, _, call, arguments = event
                 num_events += 1
                 call(*arguments)
-            if heap or not self._slices:
+            if due or heap or not self._slices:
                 break
             self._next_slice()
         self.num_events += num_events
@@ -60,12 +68,12 @@ class Engine:
 
     def pending(self) -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
         """What is still to be done, in no order."""
-        for events in (self._heap, *self._later.values()):
+        for events in (self._slice, self._heap, *self._later.values()):
             for _, _, call, arguments in events:
                 yield call, arguments
 
     def _next_slice(self) -> None:
         key = heapq.heappop(self._slices)
-        self._heap = self._later.pop(key)
-        heapq.heapify(self._heap)
+        self._slice = self._later.pop(key)
+        self._slice.sort(reverse=True)
         self._slice_end = (key + 1) * SLICE_S

@@ -63,8 +63,14 @@ class Pipeline:
         self._costs = world.scenario.costs
         self._backbone_latency_s = world.scenario.backbone_latency_s
         self._gauss = world.rng.gauss
+        self._routing_rng = random.Random(
+            f"routing {world.scenario.seed}"
+        )  # of all: one for each would not fit a cache
         self._jitter = world.scenario.compute_jitter
         self._job_order = world.scenario.job_order
+
+    def _clock(self) -> float:
+        return self.engine.now
 
     # -- entering and leaving a stage
 
@@ -75,10 +81,7 @@ class Pipeline:
         if stage < self.last:
             bytes_in, bytes_out = stage_bytes(scenario, stage + 1)
             options = RouterOptions(my_up_bytes_per_s=peer.up_rate, bytes_in=bytes_in, bytes_out=bytes_out)
-            seed = hash((scenario.seed, peer.number, peer.incarnation))
-            peer.router = Router(
-                scenario.routing, clock=lambda: self.engine.now, rng=random.Random(seed), options=options
-            )
+            peer.router = Router(scenario.routing, clock=self._clock, rng=self._routing_rng, options=options)
             peer.router.update_peers(self.world.directory.snapshots[stage + 1])
 
     def start(self, microbatch: Microbatch, owner: SimPeer) -> None:

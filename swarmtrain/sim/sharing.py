@@ -6,7 +6,6 @@ import random
 
 from swarmtrain.route.hunger import Appetite, gives, is_held_up, is_line_bound
 from swarmtrain.route.router import SHARING_POLICIES
-from swarmtrain.route.views import Offer
 from swarmtrain.sim.directory import stage_bytes
 from swarmtrain.sim.peer import SimPeer
 from swarmtrain.sim.pipeline import Pipeline, World
@@ -23,7 +22,7 @@ class Sharing:
         self._bytes_out = [stage_bytes(scenario, stage)[1] for stage in range(scenario.num_stages)]
         self._rng = random.Random(f"sharing {scenario.seed}")
         self._num_asked = scenario.num_asked
-        self._appetites: dict[int, Appetite[Offer]] = {}
+        self._appetites: dict[int, Appetite[SimPeer]] = {}
         if self._num_asked and scenario.routing in SHARING_POLICIES:
             pipeline.on_running_out = self._runs_out
 
@@ -37,38 +36,50 @@ class Sharing:
         appetite = self._appetites.get(peer.number)
         if appetite is None:
             appetite = self._appetites[peer.number] = Appetite(self._rng, self._num_asked)
-        others = appetite.whom_to_ask(self._world.directory.snapshots[peer.stage].offers, now)
+        others = appetite.whom_to_ask(self._world.directory.serving[peer.stage], now)
         if others:
-            peer.is_asking = True
             round_trip_s = 2.0 * (2.0 * peer.latency_s + self._world.scenario.backbone_latency_s)
-            self._world.engine.after(0.5 * round_trip_s, self._asks, peer, others, round_trip_s)
+            self._ask(peer, appetite, others, round_trip_s, 0.5 * round_trip_s)
 
-    def _asks(self, peer: SimPeer, others: list[Offer], round_trip_s: float) -> None:
-        """The first of the others is asked now. Who would refuse now is taken to refuse when its turn comes, too."""
-        if not peer.is_asking:
-            return  # it died or has moved
-        for number, offer in enumerate(others):
-            giver = self._world.by_id[offer.peer_id]
-            if not self._gives(giver, peer):
-                continue
-            if number:
-                self._world.engine.after(number * round_trip_s, self._asks, peer, others[number:], round_trip_s)
-                return
-            if self._pipeline.give_away(giver, peer):
-                self._appetites[peer.number].gave(offer)
-                peer.is_asking = False
+    def _ask(
+        self, peer: SimPeer, appetite: Appetite[SimPeer], others: list[SimPeer], round_trip_s: float, delay_s: float
+    ) -> None:
+        """One after the other, the first after `delay_s`. Who would refuse now is taken to refuse when its turn comes."""
+        stage = peer.stage
+        for number, other in enumerate(others):
+            if other.num_forward and other.stage == stage and self._gives(other, peer):
+                peer.is_asking = True
+                self._world.engine.after(
+                    delay_s + number * round_trip_s, self._is_asked, peer, appetite, others[number:], round_trip_s
+                )
                 return
         peer.is_asking = False
         if not peer.jobs:
-            self._appetites[peer.number].nobody_gave()
+            appetite.nobody_gave()
+
+    def _is_asked(self, peer: SimPeer, appetite: Appetite[SimPeer], others: list[SimPeer], round_trip_s: float) -> None:
+        """The first of the others hears it."""
+        if not peer.is_asking:
+            return  # the asker died or has moved
+        giver = others[0]
+        if peer.jobs:
+            peer.is_asking = False
+        elif giver.stage == peer.stage and self._gives(giver, peer) and self._pipeline.give_away(giver, peer):
+            appetite.gave(giver)
+            peer.is_asking = False
+        else:
+            self._ask(peer, appetite, others[1:], round_trip_s, round_trip_s)
 
     def _gives(self, giver: SimPeer, peer: SimPeer) -> bool:
-        if not giver.num_forward or giver is peer or giver.state != "serving" or giver.stage != peer.stage:
-            return False
         cost = self._costs[peer.stage]
-        return not peer.jobs and gives(
-            waiting_s=giver.queue_s(cost),
-            load_s=giver.load_s(cost),
-            asker_load_s=peer.load_s(cost),
-            asker_service_s=cost / peer.speed,
+        return (
+            giver.num_forward > 0
+            and giver is not peer
+            and giver.state == "serving"
+            and gives(
+                waiting_s=giver.queue_s(cost),
+                load_s=giver.load_s(cost),
+                asker_load_s=peer.load_s(cost),
+                asker_service_s=cost / peer.speed,
+            )
         )
