@@ -70,13 +70,15 @@ class FinishTimePolicy:
         """As drawn, whether it is usable or not."""
         offer = self._table.snapshot.offers[position]
         known = self._table.estimates.get(offer.peer_id)
-        return self._candidate(position, self._service_s(offer, known, num_bytes, now), num_bytes, now)
+        return self._candidate(position, offer, known, self._service_s(offer, known, num_bytes, now), num_bytes, now)
 
-    def _candidate(self, position: int, service_s: float, num_bytes: float, now: float) -> Candidate:
+    def _candidate(
+        self, position: int, offer: Offer, known: PeerEstimate | None, service_s: float, num_bytes: float, now: float
+    ) -> Candidate:
         """Predicted finish: own backlog on the link + transfer + half a round trip + its queue + its forward."""
-        offer = self._table.snapshot.offers[position]
-        # A newcomer's clock starts when it is first looked at: however slow it seems, its turn comes.
-        known = self.estimate(offer.peer_id)
+        if known is None:
+            # A newcomer's clock starts when it is first looked at: however slow it seems, its turn comes.
+            known = self.estimate(offer.peer_id)
         predicted_s = (
             (known.backlog_bytes + num_bytes) / (known.goodput or self._prior(offer))
             + 0.5 * (known.rtt_s or self._options.default_rtt_s)
@@ -177,14 +179,15 @@ class FinishTimePolicy:
             offer = offers[position]
             if not table.is_usable(offer, now, exclude):
                 continue
-            service_s = self._service_s(offer, table.estimates.get(offer.peer_id), num_bytes, now)
+            known = table.estimates.get(offer.peer_id)
+            service_s = self._service_s(offer, known, num_bytes, now)
             speedup = offer.announced_s / service_s
             self._max_speedup = max(speedup, 1.0 + 0.999 * (self._max_speedup - 1.0))
             if self._max_speedup * random_() <= speedup:
-                return self._candidate(position, service_s, num_bytes, now)
+                return self._candidate(position, offer, known, service_s, num_bytes, now)
         usable = table.usable_positions(now, exclude)
         if not usable:
             return None
         times = [self._service_s(offers[i], table.estimates.get(offers[i].peer_id), num_bytes, now) for i in usable]
-        chosen = self._rng.choices(range(len(usable)), [1.0 / service_s for service_s in times])[0]
-        return self._candidate(usable[chosen], times[chosen], num_bytes, now)
+        position = usable[self._rng.choices(range(len(usable)), [1.0 / service_s for service_s in times])[0]]
+        return self.candidate(position, num_bytes, now)

@@ -42,8 +42,10 @@ class PeerTable:
 
     def is_usable(self, offer: Offer, now: float, exclude: AbstractSet[str]) -> bool:
         """Listed, not excluded, its record still valid, neither banned nor BUSY."""
-        if offer.expires_at <= now or offer.peer_id in exclude:
+        if offer.expires_at <= now or (exclude and offer.peer_id in exclude):
             return False
+        if not self.troubles:
+            return True
         trouble = self.troubles.get(offer.peer_id)
         return trouble is None or not trouble.keeps_away(offer, now)
 

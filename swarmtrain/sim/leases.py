@@ -133,6 +133,7 @@ class Leases:
             owner = self._world.by_id[pick.peer_id]
             if self._waiting[owner.number] < scenario.queue_limit:
                 return owner
+            self._pipeline.receive(owner)
             self._router.busy(owner.peer_id, max(0.1, 0.5 * owner.queue_s(scenario.costs[0])), now)
 
     def _arrives(self, microbatch: Microbatch, owner: SimPeer) -> None:

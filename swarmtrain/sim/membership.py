@@ -120,6 +120,7 @@ class Membership:
 
     def _change_state(self, peer: SimPeer, state: str) -> None:
         now, meters = self._world.engine.now, self._world.meters
+        self._pipeline.receive(peer)
         if peer.state == "serving" and not peer.busy:
             meters.idle_ended(peer, None, now)
         elif peer.state == "syncing":
@@ -127,6 +128,8 @@ class Membership:
         elif peer.state == "draining" and not peer.busy:
             meters.spent("draining", max(peer.state_since, peer.idle_since), now)
         peer.state, peer.state_since, peer.idle_since = state, now, now
+        if state == "draining":
+            self._pipeline.refuse_in_time(peer)
 
     def _synced(self, peer: SimPeer, incarnation: int) -> None:
         if peer.incarnation == incarnation and peer.state == "syncing":
@@ -150,6 +153,8 @@ class Membership:
     def refresh_directory(self) -> None:
         """New records for everybody; then plans are made from them."""
         engine, directory = self._world.engine, self._world.directory
+        for peer in self._world.peers:
+            self._pipeline.receive(peer)
         directory.refresh(engine.now)
         self._leases.refresh()
         for peer in self._world.peers:

@@ -43,17 +43,25 @@ class Microbatch:
 class Job:
     """A piece of work in a peer's queue."""
 
-    __slots__ = ("arrived_at", "kind", "microbatch", "sent_at", "stage", "token")
+    __slots__ = ("arrived_at", "kind", "microbatch", "sender", "sent_at", "stage", "token")
 
     def __init__(
-        self, kind: int, microbatch: Microbatch, stage: int, token: int, sent_at: float, arrived_at: float
+        self,
+        kind: int,
+        microbatch: Microbatch,
+        stage: int,
+        token: int,
+        sent_at: float,
+        arrived_at: float,
+        sender: SimPeer | None = None,
     ) -> None:
         self.kind = kind
         self.microbatch = microbatch
         self.stage = stage
         self.token = token
         self.sent_at = sent_at
-        self.arrived_at = arrived_at
+        self.arrived_at = arrived_at  # may lie in the future
+        self.sender = sender
 
     def may_be_given(self) -> bool:
         """Whether it is a forward that is still wanted here, and that nobody of the stage has given away."""
@@ -73,6 +81,7 @@ class SimPeer:
         "held",
         "idle_since",
         "incarnation",
+        "incoming",
         "is_asking",
         "jobs",
         "latency_s",
@@ -117,6 +126,7 @@ class SimPeer:
         self.up_free = 0.0
         self.down_free = 0.0
         self.jobs: list[tuple[int, int, int, Job]] = []
+        self.incoming: list[tuple[float, int, Job]] = []  # a heap of messages that were under way when looked at last
         self.num_forward = 0
         self.busy = False
         self.idle_since = 0.0
@@ -129,6 +139,7 @@ class SimPeer:
     def forget_work(self) -> None:
         """Everything in memory is lost: the machine died, or it left the stage."""
         self.jobs.clear()
+        self.incoming.clear()
         self.held = {}
         self.num_forward = 0
         self.busy = False
@@ -139,7 +150,7 @@ class SimPeer:
 
     def push(self, job: Job, sequence: int, order: str) -> None:
         """Queue a job, in one of `JOB_ORDERS`."""
-        rank = min(job.kind, FORWARD) if order == "backward-first" else 0
+        rank = 0 if job.kind == BACKWARD or order != "backward-first" else 1
         age = 0 if order == "fifo" else job.microbatch.number
         heapq.heappush(self.jobs, (rank, age, sequence, job))
         if job.kind != BACKWARD:
@@ -154,7 +165,10 @@ class SimPeer:
 
     def take_last_forward(self) -> Job | None:
         """Out of the queue: the forward that would be done last. What was given away once stays."""
-        last = max((place for place in self.jobs if place[3].may_be_given()), default=None)
+        last = None
+        for place in self.jobs:
+            if (last is None or place > last) and place[3].may_be_given():
+                last = place
         if last is None:
             return None
         self.jobs.remove(last)

@@ -6,6 +6,7 @@ again; a lost caller does not cancel the work below it.
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -63,11 +64,10 @@ class Pipeline:
         self._costs = world.scenario.costs
         self._backbone_latency_s = world.scenario.backbone_latency_s
         self._gauss = world.rng.gauss
-        self._routing_rng = random.Random(
-            f"routing {world.scenario.seed}"
-        )  # of all: one for each would not fit a cache
+        self._routing_rng = random.Random(f"routing {world.scenario.seed}")  # of all: many do not fit a cache
         self._jitter = world.scenario.compute_jitter
         self._job_order = world.scenario.job_order
+        self._queue_limit = world.scenario.queue_limit
 
     def _clock(self) -> float:
         return self.engine.now
@@ -156,7 +156,7 @@ class Pipeline:
         now = self.engine.now
         holder = microbatch.route[stage]
         if holder is not None and self._holds(holder, microbatch, stage):
-            self._transfer_then(sender, holder, self._hint_arrives, microbatch, stage, holder)
+            self.engine.at(self._transfer(sender, holder), self._hint_arrives, microbatch, stage, holder)
             return
         microbatch.route[stage] = None
         pick = sender.router.pick(self.num_bytes, now, microbatch.exclude)
@@ -177,11 +177,12 @@ class Pipeline:
             self.engine.after(CONNECT_TIMEOUT_S, self._refused, microbatch, stage, sender, peer, token, "dead")
             return
         if peer.state != "serving" or peer.stage != stage:  # the directory was out of date
-            self._transfer_then(sender, peer, self._refused, microbatch, stage, sender, peer, token, "draining")
+            back_at = self._transfer(sender, peer)
+            self.engine.at(back_at, self._refused, microbatch, stage, sender, peer, token, "draining")
             return
         peer.held[microbatch] = stage
         start = max(self.engine.now, sender.up_free)
-        self._transfer_then(sender, peer, self._forward_arrives, microbatch, stage, peer, sender, token, start)
+        self._expect(peer, Job(FORWARD, microbatch, stage, token, start, self._transfer(sender, peer), sender))
 
     def _holds(self, peer: SimPeer, microbatch: Microbatch, stage: int) -> bool:
         """Whether asking this peer again finds work that is done or under way."""
@@ -189,32 +190,69 @@ class Pipeline:
             microbatch.ready[stage] and peer.state != "gone" and peer.stage == stage
         )
 
-    def _transfer_then(self, source: SimPeer, target: SimPeer, call: Callable[..., None], *arguments: object) -> None:
-        """Both links are occupied for their share of the time; the message arrives when the slower one is done."""
-        engine, num_bytes = self.engine, self.num_bytes
-        now, up_free, down_free = engine.now, source.up_free, target.down_free
+    def _transfer(self, source: SimPeer, target: SimPeer) -> float:
+        """When it arrives. Both links are occupied for their share of the time; the slower one decides."""
+        num_bytes, now = self.num_bytes, self.engine.now
+        up_free, down_free = source.up_free, target.down_free
         up_free = (up_free if up_free > now else now) + num_bytes / source.up_rate
         down_free = (down_free if down_free > now else now) + num_bytes / target.down_rate
         source.up_free, target.down_free = up_free, down_free
-        latency_s = source.latency_s + target.latency_s + self._backbone_latency_s
         self.meters.sent(num_bytes, now)
-        engine.at((up_free if up_free > down_free else down_free) + latency_s, call, *arguments)
+        latency_s = source.latency_s + target.latency_s + self._backbone_latency_s
+        return (up_free if up_free > down_free else down_free) + latency_s
 
-    def _forward_arrives(
-        self, microbatch: Microbatch, stage: int, peer: SimPeer, sender: SimPeer, token: int, sent_at: float
-    ) -> None:
-        if microbatch.token[stage] != token or microbatch not in peer.held:
-            return  # sent elsewhere meanwhile, or the peer died: its caller will notice
-        back = peer.latency_s + sender.latency_s + self._backbone_latency_s
-        if peer.state != "serving":
-            peer.held.pop(microbatch, None)
-            self.engine.after(back, self._refused, microbatch, stage, sender, peer, token, "draining")
+    def _expect(self, peer: SimPeer, job: Job) -> None:
+        """A message is under way. Its arrival is an event only where it matters at once.
+
+        A busy processor finds it when it looks for its next job, and so does whoever looks at the queue (`receive`).
+        """
+        self._sequence += 1
+        heapq.heappush(peer.incoming, (job.arrived_at, self._sequence, job))
+        num_over = peer.num_forward + len(peer.incoming) - self._queue_limit
+        if num_over == 1:
+            self.refuse_in_time(peer)
+        elif not peer.busy or peer.state != "serving" or num_over > 1:
+            self.engine.at(job.arrived_at, self._arrives, peer)
+
+    def _arrives(self, peer: SimPeer) -> None:
+        self.receive(peer)
+        if peer.busy:
             return
-        if peer.num_forward >= self.scenario.queue_limit:
-            peer.held.pop(microbatch, None)
-            self.engine.after(back, self._refused, microbatch, stage, sender, peer, token, "busy")
-            return
-        self._enqueue(peer, Job(FORWARD, microbatch, stage, token, sent_at, self.engine.now))
+        if peer.jobs:
+            self.meters.idle_ended(peer, peer.jobs[0][3], self.engine.now)
+            self._compute_next(peer)
+        elif peer.incoming:  # what came was void
+            self.engine.at(peer.incoming[0][0], self._arrives, peer)
+
+    def receive(self, peer: SimPeer) -> None:
+        """Queue what has arrived since somebody looked last. To be called before the peer changes its state."""
+        incoming, now = peer.incoming, self.engine.now
+        while incoming and incoming[0][0] <= now:
+            _, sequence, job = heapq.heappop(incoming)
+            if self._takes(peer, job):
+                peer.push(job, sequence, self._job_order)
+
+    def refuse_in_time(self, peer: SimPeer) -> None:
+        """It stops serving, or may get more than it takes: the arrival of all that is under way matters at once."""
+        for arrives_at, _, _ in peer.incoming:
+            self.engine.at(arrives_at, self._arrives, peer)
+
+    def _takes(self, peer: SimPeer, job: Job) -> bool:
+        """Whether it is still wanted here, and the peer does not refuse it."""
+        microbatch, stage = job.microbatch, job.stage
+        if microbatch.token[stage] != job.token or microbatch not in peer.held:
+            return False  # sent elsewhere meanwhile
+        if job.kind == BACKWARD:
+            return microbatch.route[stage + 1] is job.sender  # else it died, and somebody else was asked meanwhile
+        if peer.state == "serving" and peer.num_forward < self._queue_limit:
+            return True
+        why = "draining" if peer.state != "serving" else "busy"
+        peer.held.pop(microbatch)
+        sender = job.sender
+        assert sender is not None  # only replays have none
+        back_s = peer.latency_s + sender.latency_s + self._backbone_latency_s
+        self.engine.after(back_s, self._refused, microbatch, stage, sender, peer, job.token, why)
+        return False
 
     def _refused(
         self, microbatch: Microbatch, stage: int, sender: SimPeer, peer: SimPeer, token: int, why: str
@@ -228,6 +266,7 @@ class Pipeline:
             elif why == "draining":
                 sender.router.busy(peer.peer_id, DRAINING_RETRY_S)
             else:
+                self.receive(peer)
                 sender.router.busy(peer.peer_id, peer.queue_s(self._costs[stage]) * 0.5)
         microbatch.exclude |= {peer.peer_id}
         microbatch.route[stage] = None
@@ -287,9 +326,13 @@ class Pipeline:
 
     def _compute_next(self, peer: SimPeer) -> None:
         engine = self.engine
+        if peer.incoming:
+            self.receive(peer)
         if not peer.jobs:
             peer.busy = False
             peer.idle_since = engine.now
+            if peer.incoming:
+                engine.at(peer.incoming[0][0], self._arrives, peer)
             self.on_running_out(peer)
             return
         job = peer.pop()
@@ -388,17 +431,7 @@ class Pipeline:
             if microbatch.answered[stage] == token:
                 return
             microbatch.answered[stage] = token
-            now = self.engine.now
-            self._transfer_then(peer, caller, self._backward_arrives, microbatch, stage - 1, caller, peer, token, now)
-
-    def _backward_arrives(
-        self, microbatch: Microbatch, stage: int, peer: SimPeer, callee: SimPeer, token: int, sent_at: float
-    ) -> None:
-        if microbatch not in peer.held or microbatch.token[stage] != token:
-            return
-        if microbatch.route[stage + 1] is not callee:
-            return  # its sender died on the way, and somebody else was asked meanwhile
-        if callee.stage == stage + 1 and peer.router is not None:
-            load_s = callee.load_s(self._costs[stage + 1])
-            peer.router.observed(callee.peer_id, load_s=load_s, now=self.engine.now)
-        self._enqueue(peer, Job(BACKWARD, microbatch, stage, token, sent_at, self.engine.now))
+            if peer.stage == stage and caller.router is not None:  # the answer says what its sender still holds
+                caller.router.observed(peer.peer_id, load_s=peer.load_s(self._costs[stage]), now=self.engine.now)
+            sent_at, arrives_at = self.engine.now, self._transfer(peer, caller)
+            self._expect(caller, Job(BACKWARD, microbatch, stage - 1, token, sent_at, arrives_at, peer))

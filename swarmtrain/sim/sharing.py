@@ -44,10 +44,9 @@ class Sharing:
     def _ask(
         self, peer: SimPeer, appetite: Appetite[SimPeer], others: list[SimPeer], round_trip_s: float, delay_s: float
     ) -> None:
-        """One after the other, the first after `delay_s`. Who would refuse now is taken to refuse when its turn comes."""
-        stage = peer.stage
+        """One after the other, the first after `delay_s`. Who would refuse now is taken to refuse in its turn."""
         for number, other in enumerate(others):
-            if other.num_forward and other.stage == stage and self._gives(other, peer):
+            if self._gives(other, peer):
                 peer.is_asking = True
                 self._world.engine.after(
                     delay_s + number * round_trip_s, self._is_asked, peer, appetite, others[number:], round_trip_s
@@ -62,24 +61,24 @@ class Sharing:
         if not peer.is_asking:
             return  # the asker died or has moved
         giver = others[0]
+        self._pipeline.receive(peer)
         if peer.jobs:
             peer.is_asking = False
-        elif giver.stage == peer.stage and self._gives(giver, peer) and self._pipeline.give_away(giver, peer):
+        elif self._gives(giver, peer) and self._pipeline.give_away(giver, peer):
             appetite.gave(giver)
             peer.is_asking = False
         else:
             self._ask(peer, appetite, others[1:], round_trip_s, round_trip_s)
 
     def _gives(self, giver: SimPeer, peer: SimPeer) -> bool:
+        if giver.incoming:
+            self._pipeline.receive(giver)
+        if not giver.num_forward or giver is peer or giver.state != "serving" or giver.stage != peer.stage:
+            return False
         cost = self._costs[peer.stage]
-        return (
-            giver.num_forward > 0
-            and giver is not peer
-            and giver.state == "serving"
-            and gives(
-                waiting_s=giver.queue_s(cost),
-                load_s=giver.load_s(cost),
-                asker_load_s=peer.load_s(cost),
-                asker_service_s=cost / peer.speed,
-            )
+        return gives(
+            waiting_s=giver.queue_s(cost),
+            load_s=giver.load_s(cost),
+            asker_load_s=peer.load_s(cost),
+            asker_service_s=cost / peer.speed,
         )

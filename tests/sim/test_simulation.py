@@ -10,7 +10,8 @@ import pytest
 
 from swarmtrain.errors import UsageError
 from swarmtrain.sim.meters import CAUSES
-from swarmtrain.sim.peer import Microbatch, SimPeer
+from swarmtrain.sim.peer import Job, Microbatch, SimPeer
+from swarmtrain.sim.pipeline import Pipeline
 from swarmtrain.sim.run import Result, Simulation, simulate
 from swarmtrain.sim.scenario import ChurnEvent, PeerSpec, Scenario
 
@@ -39,6 +40,33 @@ def test_the_trace_does_not_depend_on_the_process() -> None:
     }
     assert len(digests) == 1
     assert digests == {str(simulate(SMALL.with_(num_peers=12, minutes=8.0, warmup_minutes=2.0)).trace_digest)}
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        SMALL,
+        SMALL.with_(queue_limit=3),  # most of what is sent is refused
+        SMALL.with_(mean_life_s=400.0, mean_absence_s=100.0, download_s=20.0),
+        SMALL.with_(batch=60, mean_life_s=400.0, mean_absence_s=100.0, download_s=10.0, gradient_bytes=(1e7,)),
+    ],
+    ids=["usual", "busy", "churn", "steps"],
+)
+def test_leaving_out_arrivals_at_busy_machines_changes_nothing(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = simulate(scenario)
+    expect = Pipeline._expect
+
+    def expect_with_an_event(self: Pipeline, peer: SimPeer, job: Job) -> None:
+        expect(self, peer, job)
+        self.engine.at(job.arrived_at, self._arrives, peer)
+
+    monkeypatch.setattr(Pipeline, "_expect", expect_with_an_event)
+    with_events = simulate(scenario)
+    assert with_events.num_events > 1.2 * result.num_events
+    assert with_events.trace_digest == result.trace_digest
+    assert (with_events.events, with_events.seconds) == (result.events, result.seconds)
 
 
 def test_a_quiet_equal_swarm_comes_close_to_the_bound_and_never_above() -> None:
