@@ -43,7 +43,7 @@ class Microbatch:
 class Job:
     """A piece of work in a peer's queue."""
 
-    __slots__ = ("arrived_at", "kind", "microbatch", "sender", "sent_at", "stage", "token")
+    __slots__ = ("arrived_at", "is_spare", "kind", "microbatch", "sender", "sent_at", "stage", "token")
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Job:
         self.sent_at = sent_at
         self.arrived_at = arrived_at  # may lie in the future
         self.sender = sender
+        self.is_spare = kind == FORWARD and microbatch.given != stage  # nobody of the stage has given it away yet
 
-    def may_be_given(self) -> bool:
-        """Whether it is a forward that is still wanted here, and that nobody of the stage has given away."""
-        microbatch, stage = self.microbatch, self.stage
-        return self.kind == FORWARD and microbatch.given != stage and microbatch.token[stage] == self.token
+    def is_void(self) -> bool:
+        """Whether it was sent elsewhere meanwhile."""
+        return self.microbatch.token[self.stage] != self.token
 
 
 class SimPeer:
@@ -82,10 +82,10 @@ class SimPeer:
         "idle_since",
         "incarnation",
         "incoming",
-        "is_asking",
         "jobs",
         "latency_s",
         "num_forward",
+        "num_spare",
         "number",
         "peer_id",
         "record_until",
@@ -127,25 +127,24 @@ class SimPeer:
         self.down_free = 0.0
         self.jobs: list[tuple[int, int, int, Job]] = []
         self.incoming: list[tuple[float, int, Job]] = []  # a heap of messages that were under way when looked at last
-        self.num_forward = 0
+        self.num_forward = 0  # in the queue
+        self.num_spare = 0  # of them, such as may be given away
         self.busy = False
         self.idle_since = 0.0
         self.held: dict[Microbatch, int] = {}
         self.accumulated = 0  # microbatches of the current step whose gradient it has
         self.replaying = 0  # pieces that it computes for a peer that was lost
         self.router: Router | None = None
-        self.is_asking = False  # others of its stage, for work
 
     def forget_work(self) -> None:
         """Everything in memory is lost: the machine died, or it left the stage."""
         self.jobs.clear()
         self.incoming.clear()
         self.held = {}
-        self.num_forward = 0
+        self.num_forward = self.num_spare = 0
         self.busy = False
         self.accumulated = 0
         self.replaying = 0
-        self.is_asking = False
         self.incarnation += 1
 
     def push(self, job: Job, sequence: int, order: str) -> None:
@@ -155,25 +154,28 @@ class SimPeer:
         heapq.heappush(self.jobs, (rank, age, sequence, job))
         if job.kind != BACKWARD:
             self.num_forward += 1
+            self.num_spare += job.is_spare
 
     def pop(self) -> Job:
         """The next job to compute."""
         job = heapq.heappop(self.jobs)[3]
         if job.kind != BACKWARD:
             self.num_forward -= 1
+            self.num_spare -= job.is_spare
         return job
 
     def take_last_forward(self) -> Job | None:
         """Out of the queue: the forward that would be done last. What was given away once stays."""
         last = None
         for place in self.jobs:
-            if (last is None or place > last) and place[3].may_be_given():
+            if place[3].is_spare and (last is None or place > last):
                 last = place
-        if last is None:
+        if last is None or last[3].is_void():
             return None
         self.jobs.remove(last)
         heapq.heapify(self.jobs)
         self.num_forward -= 1
+        self.num_spare -= 1
         return last[3]
 
     def load_s(self, cost: float) -> float:

@@ -286,7 +286,7 @@ class Pipeline:
         elif microbatch.ready[stage]:
             self._answer(microbatch, stage, peer)
 
-    def give_away(self, giver: SimPeer, taker: SimPeer) -> bool:
+    def give_away(self, giver: SimPeer, taker: SimPeer, after_s: float) -> bool:
         """The forward that the giver would do last goes to the taker; False if there is none that it may give."""
         job = giver.take_last_forward()
         if job is None:
@@ -296,15 +296,17 @@ class Pipeline:
         microbatch.given = stage
         microbatch.route[stage] = None
         caller = microbatch.route[stage - 1] if stage else None
-        latency_s = giver.latency_s + self._backbone_latency_s + (caller.latency_s if caller is not None else 0.0)
+        after_s += giver.latency_s + self._backbone_latency_s + (caller.latency_s if caller is not None else 0.0)
         self.meters.count("given to others of the stage", self.engine.now)
-        self.engine.after(latency_s, self._given, microbatch, stage, giver, taker, job.token)
+        self.engine.after(after_s, self._given, job, giver, taker)
         return True
 
-    def _given(self, microbatch: Microbatch, stage: int, giver: SimPeer, taker: SimPeer, token: int) -> None:
+    def _given(self, job: Job, giver: SimPeer, taker: SimPeer) -> None:
         """The caller hears who takes it, if it is still the one who waits for it."""
-        if microbatch.token[stage] != token:
+        if job.is_void():
             return
+        microbatch, stage = job.microbatch, job.stage
+        microbatch.queue_s += self.engine.now - job.sent_at  # the detour, as the daemons count it
         if stage == 0:
             self.on_lease_given(microbatch, giver, taker)
             return

@@ -29,51 +29,28 @@ class Sharing:
     def _runs_out(self, peer: SimPeer) -> None:
         now = self._world.engine.now
         backlog_bytes = (peer.up_free - now) * peer.up_rate
-        if peer.is_asking or peer.state != "serving" or is_held_up(backlog_bytes, self._world.scenario.boundary_bytes):
+        if peer.state != "serving" or is_held_up(backlog_bytes, self._world.scenario.boundary_bytes):
             return
         if is_line_bound(self._bytes_out[peer.stage] / peer.up_rate, self._costs[peer.stage] / peer.speed):
             return
         appetite = self._appetites.get(peer.number)
         if appetite is None:
             appetite = self._appetites[peer.number] = Appetite(self._rng, self._num_asked)
-        others = appetite.whom_to_ask(self._world.directory.serving[peer.stage], now)
-        if others:
-            round_trip_s = 2.0 * (2.0 * peer.latency_s + self._world.scenario.backbone_latency_s)
-            self._ask(peer, appetite, others, round_trip_s, 0.5 * round_trip_s)
-
-    def _ask(
-        self, peer: SimPeer, appetite: Appetite[SimPeer], others: list[SimPeer], round_trip_s: float, delay_s: float
-    ) -> None:
-        """One after the other, the first after `delay_s`. Who would refuse now is taken to refuse in its turn."""
-        for number, other in enumerate(others):
-            if self._gives(other, peer):
-                peer.is_asking = True
-                self._world.engine.after(
-                    delay_s + number * round_trip_s, self._is_asked, peer, appetite, others[number:], round_trip_s
-                )
+        round_trip_s = 2.0 * (2.0 * peer.latency_s + self._world.scenario.backbone_latency_s)
+        asked_after_s = 0.5 * round_trip_s
+        # What each of them has to give is looked at now, and not when its turn comes: jobs last much longer than that.
+        for other in appetite.whom_to_ask(self._world.directory.serving[peer.stage], now):
+            if self._gives(other, peer) and self._pipeline.give_away(other, peer, asked_after_s):
+                appetite.gave(other)
                 return
-        peer.is_asking = False
-        if not peer.jobs:
+            asked_after_s += round_trip_s
+        if asked_after_s > round_trip_s:
             appetite.nobody_gave()
-
-    def _is_asked(self, peer: SimPeer, appetite: Appetite[SimPeer], others: list[SimPeer], round_trip_s: float) -> None:
-        """The first of the others hears it."""
-        if not peer.is_asking:
-            return  # the asker died or has moved
-        giver = others[0]
-        self._pipeline.receive(peer)
-        if peer.jobs:
-            peer.is_asking = False
-        elif self._gives(giver, peer) and self._pipeline.give_away(giver, peer):
-            appetite.gave(giver)
-            peer.is_asking = False
-        else:
-            self._ask(peer, appetite, others[1:], round_trip_s, round_trip_s)
 
     def _gives(self, giver: SimPeer, peer: SimPeer) -> bool:
         if giver.incoming:
             self._pipeline.receive(giver)
-        if not giver.num_forward or giver is peer or giver.state != "serving" or giver.stage != peer.stage:
+        if not giver.num_spare or giver is peer or giver.state != "serving" or giver.stage != peer.stage:
             return False
         cost = self._costs[peer.stage]
         return gives(
