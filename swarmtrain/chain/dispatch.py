@@ -82,6 +82,7 @@ class Dispatcher:
     ) -> Done:
         """Have `work` done by some peer of the stage. `check` raises ValueError for an answer that cannot be right.
 
+        The answer's `waited_s` is at most the time that this took.
         `sticky` replaces the boundary for one peer, as long as that peer does not refuse it.
         Raises Refusal if the answer would be the same everywhere, or if nobody did it within `deadline_s`.
         """
@@ -103,11 +104,13 @@ class Dispatcher:
             is_sticky = sticky is not None and pick.peer_id == sticky.peer_id and not sticky.refused
             if sticky is not None and is_sticky:
                 request = replace(request, boundary=sticky.payload)
+            sent_at = loop.time()
             try:
                 done = await self._call_one(request, pick, ends_at, hints, on_progress, check)
                 if sticky is not None:
                     sticky.delivered = is_sticky
-                return done
+                # What is added up stage by stage must not grow out of what a message may say: nobody could answer then.
+                return replace(done, waited_s=min(done.waited_s, loop.time() - sent_at))
             except Refusal as refusal:
                 if refusal.code in _FINAL:
                     raise

@@ -117,7 +117,7 @@ async def accept(done: Done) -> None:
 def test_a_failed_call_is_repeated_elsewhere_with_the_same_bytes(failure: Exception) -> None:
     async def main() -> None:
         dispatcher, node, _ = dispatch({"a": failure, "b": good})
-        assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
+        assert await dispatcher.call(WORK, deadline_s=10, check=accept) == DONE
         assert [peer for peer, _ in node.calls] == ["a", "b"]
         assert node.calls[0][1] == node.calls[1][1] == WORK
         assert sum(dispatcher.counters.rerouted.values()) == 1
@@ -128,7 +128,7 @@ def test_a_failed_call_is_repeated_elsewhere_with_the_same_bytes(failure: Except
 def test_what_is_given_away_goes_to_the_one_that_takes_it_once_and_for_all() -> None:
     async def main() -> None:
         dispatcher, node, neighbours = dispatch({"a": CallRefused(Code.ELSEWHERE, "c"), "b": good, "c": good})
-        assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
+        assert await dispatcher.call(WORK, deadline_s=10, check=accept) == DONE
         assert node.calls == [("a", WORK), ("c", replace(WORK, is_given=True))]
         assert ("busy", "a") in neighbours.router.told
         assert dispatcher.counters.rerouted == {Code.ELSEWHERE: 1}
@@ -147,7 +147,7 @@ def test_a_taker_that_does_not_exist_or_fails_is_done_without() -> None:
                 return DONE
 
             dispatcher, node, _ = dispatch({"a": once, "c": LinkClosed("it died")})
-            assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
+            assert await dispatcher.call(WORK, deadline_s=10, check=accept) == DONE
             assert [peer for peer, _ in node.calls] == expected
 
     run(main())
@@ -190,7 +190,7 @@ def test_who_gives_away_what_was_given_is_not_asked_again() -> None:
         for names in ({"a": "a"}, {"a": "b", "b": "a"}, {"a": "nobody"}):
             liars = {liar: CallRefused(Code.ELSEWHERE, taker, retry_after_s=0.001) for liar, taker in names.items()}
             dispatcher, node, neighbours = dispatch({**liars, "c": good})
-            assert await dispatcher.call(WORK, deadline_s=5, check=accept) is DONE
+            assert await dispatcher.call(WORK, deadline_s=5, check=accept) == DONE
             assert [peer for peer, _ in node.calls][-1] == "c"
             assert len(node.calls) <= len(liars) + 2
             assert set(neighbours.router.rests) == {REST_S}  # whatever they say themselves
@@ -207,7 +207,7 @@ def test_an_answer_that_cannot_be_right_is_asked_for_elsewhere() -> None:
             if done is bad:
                 raise ValueError("no")
 
-        assert await dispatcher.call(WORK, deadline_s=10, check=check) is DONE
+        assert await dispatcher.call(WORK, deadline_s=10, check=check) == DONE
         assert ("failed", "a") in neighbours.router.told
         assert [peer for peer, _ in node.calls] == ["a", "b"]
 
@@ -295,7 +295,7 @@ def test_a_busy_peer_is_not_given_up() -> None:
             return DONE
 
         dispatcher, node, neighbours = dispatch({"a": busy_once})
-        assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
+        assert await dispatcher.call(WORK, deadline_s=10, check=accept) == DONE
         assert [peer for peer, _ in node.calls] == ["a", "a"]
         assert ("busy", "a") in neighbours.router.told
 
