@@ -82,6 +82,8 @@ class Dispatcher:
     ) -> Done:
         """Have `work` done by some peer of the stage. `check` raises ValueError for an answer that cannot be right.
 
+        The answer's `waited_s` is at most the time that this took, and includes what went by at a peer that gave `work`
+        away: all of it, since nothing would have gone there and back without a queue.
         `sticky` replaces the boundary for one peer, as long as that peer does not refuse it.
         Raises Refusal if the answer would be the same everywhere, or if nobody did it within `deadline_s`.
         """
@@ -89,7 +91,7 @@ class Dispatcher:
         ends_at = loop.time() + deadline_s
         hints = {hop.stage: hop for hop in work.hints}
         tried: set[str] = set()
-        taker = ""  # who takes it instead of the one that was asked
+        taker, given_s = "", 0.0  # who takes it instead of the one that was asked; what went by until that was said
         last = "no peer has been found"
         while (left_s := ends_at - loop.time()) > 0:
             pick = self._pick(work, hints, tried, sticky, taker)
@@ -103,11 +105,13 @@ class Dispatcher:
             is_sticky = sticky is not None and pick.peer_id == sticky.peer_id and not sticky.refused
             if sticky is not None and is_sticky:
                 request = replace(request, boundary=sticky.payload)
+            sent_at = loop.time()
             try:
                 done = await self._call_one(request, pick, ends_at, hints, on_progress, check)
                 if sticky is not None:
                     sticky.delivered = is_sticky
-                return done
+                # What is added up stage by stage must not grow out of what a message may say: nobody could answer then.
+                return replace(done, waited_s=given_s + min(done.waited_s, loop.time() - sent_at))
             except Refusal as refusal:
                 if refusal.code in _FINAL:
                     raise
@@ -116,7 +120,7 @@ class Dispatcher:
                     continue
                 last = f"{pick.peer_id[-8:]}: {refusal}"
                 if refusal.code == Code.ELSEWHERE and not work.is_given:
-                    work, taker = replace(work, is_given=True), refusal.text
+                    work, taker, given_s = replace(work, is_given=True), refusal.text, loop.time() - sent_at
                 elif refusal.code != Code.BUSY:
                     tried.add(pick.peer_id)
             except (NetError, ValueError) as error:

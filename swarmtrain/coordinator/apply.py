@@ -27,7 +27,8 @@ RESYNC_S = 5.0
 SNAPSHOT_PATIENCE_S = 60.0  # how long newcomers wait for one who is fetching an older snapshot
 NUM_KEEPERS = 2  # peers of a stage that keep a copy of the state for a checkpoint
 MAX_BASIS_DONORS = 8
-_HOLDS_STATE = ("serving", "draining", "paused")
+_RESTING = ("draining", "paused")
+_HOLDS_STATE = ("serving", *_RESTING)
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Applies:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._under_way: set[tuple[str, str]] = set()
+        self._passed_by: set[tuple[str, str]] = set()  # resting peers that do not hold the last decision's sum
         self._answers: list[dict[str, Applied]] = [{} for _ in context.stages]
         self._snapshot_at = [float("-inf")] * len(context.stages)
 
@@ -56,10 +58,15 @@ class Applies:
         decided = self._context.decided
         if decided is None or member.state not in _HOLDS_STATE:
             return
-        if member.step == decided.step and not member.must_sync and member.key not in self._under_way:
+        if member.step == decided.step and self._may_hold_sum(member):
             self._context.in_background(self._apply_at(member, decided, keep=False))
         elif member.step == decided.step + 1 and member.peer_id not in self._answers[member.stage]:
             self._note(member, Applied(member.step, member.state_digest))
+
+    def _may_hold_sum(self, member: Member) -> bool:
+        """Not who has been left out or has said that it does not hold it; and who is being told is not told twice."""
+        key = member.key
+        return member.excluded_at is None and key not in self._passed_by and key not in self._under_way
 
     def _note(self, member: Member, applied: Applied) -> None:
         context = self._context
@@ -73,6 +80,7 @@ class Applies:
         """Tell everybody. Goes on once every stage has applied and the others have had a moment."""
         context = self._context
         self._answers = [{} for _ in prepared]
+        self._passed_by.clear()
         snapshot_due = [self._snapshot_due(stage.stage) for stage in prepared]
         keepers: list[list[str]] = [[] for _ in prepared]
         tasks = []
@@ -136,14 +144,11 @@ class Applies:
         await self._applied(member, decision, applied)
 
     async def _apply_at(self, member: Member, decision: Decision, *, keep: bool) -> None:
-        context = self._context
         self._under_way.add(member.key)
         try:
             applied = await self._call(member, decision, keep=keep)
         except CallRefused as error:
-            if error.code in (Code.UNPREPARED, Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
-                must_sync = error.code == Code.UNPREPARED
-                await context.lose(member, f"cannot apply step {decision.step}: {error.code}", must_sync=must_sync)
+            await self._refused(member, decision, error.code)
             return
         except NetError as error:
             log.info("%s did not apply step %d: %s", member.peer_id[-8:], decision.step, error)
@@ -151,6 +156,17 @@ class Applies:
         finally:
             self._under_way.discard(member.key)
         await self._applied(member, decision, applied)
+
+    async def _refused(self, member: Member, decision: Decision, code: str) -> None:
+        """A peer that cannot follow is lost. Not one that rests, if the step was done without it: nothing is expected
+        of it until it resumes, and then it fetches what it has missed."""
+        context = self._context
+        if code == Code.UNPREPARED and member.state in _RESTING and member.key not in context.prepared:
+            if context.decided is decision:
+                self._passed_by.add(member.key)
+        elif code in (Code.UNPREPARED, Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
+            must_sync = code == Code.UNPREPARED
+            await context.lose(member, f"cannot apply step {decision.step}: {code}", must_sync=must_sync)
 
     async def _applied(self, member: Member, decision: Decision, applied: Applied) -> None:
         """What a peer has answered; a newcomer may have heard the decision and not have the state before it yet."""

@@ -91,9 +91,10 @@ class Run:
             now, run = time.monotonic(), context.standing
             has_newest = run.step == self._checkpoints.step and not run.is_applying  # nothing to go back to
             for stage in range(context.manifest.stages.count):
-                holders = context.members.of_stage(stage, "serving", "draining", "paused")
-                is_held = any(run.holds(member) for member in holders)
-                self._note_stage(stage, empty=not is_held and not holders)
+                serving = context.members.of_stage(stage, "serving")
+                resting = context.members.of_stage(stage, "draining", "paused")
+                is_held = any(run.holds(member) for member in [*serving, *resting])
+                self._note_stage(stage, empty=not serving)  # who rests keeps the state, and takes no work
                 can_return = bool(context.members.of_stage(stage, "serving", "syncing", "joining"))
                 if is_held or not can_return or has_newest:
                     since.pop(stage, None)

@@ -103,6 +103,10 @@ async def accept(done: Done) -> None:
     return None
 
 
+def but_for_waits(done: Done) -> Done:
+    return replace(done, waited_s=0.0)
+
+
 @pytest.mark.parametrize(
     "failure",
     [
@@ -117,7 +121,7 @@ async def accept(done: Done) -> None:
 def test_a_failed_call_is_repeated_elsewhere_with_the_same_bytes(failure: Exception) -> None:
     async def main() -> None:
         dispatcher, node, _ = dispatch({"a": failure, "b": good})
-        assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
+        assert await dispatcher.call(WORK, deadline_s=10, check=accept) == DONE
         assert [peer for peer, _ in node.calls] == ["a", "b"]
         assert node.calls[0][1] == node.calls[1][1] == WORK
         assert sum(dispatcher.counters.rerouted.values()) == 1
@@ -128,7 +132,7 @@ def test_a_failed_call_is_repeated_elsewhere_with_the_same_bytes(failure: Except
 def test_what_is_given_away_goes_to_the_one_that_takes_it_once_and_for_all() -> None:
     async def main() -> None:
         dispatcher, node, neighbours = dispatch({"a": CallRefused(Code.ELSEWHERE, "c"), "b": good, "c": good})
-        assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
+        assert but_for_waits(await dispatcher.call(WORK, deadline_s=10, check=accept)) == DONE
         assert node.calls == [("a", WORK), ("c", replace(WORK, is_given=True))]
         assert ("busy", "a") in neighbours.router.told
         assert dispatcher.counters.rerouted == {Code.ELSEWHERE: 1}
@@ -147,8 +151,41 @@ def test_a_taker_that_does_not_exist_or_fails_is_done_without() -> None:
                 return DONE
 
             dispatcher, node, _ = dispatch({"a": once, "c": LinkClosed("it died")})
-            assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
+            assert but_for_waits(await dispatcher.call(WORK, deadline_s=10, check=accept)) == DONE
             assert [peer for peer, _ in node.calls] == expected
+
+    run(main())
+
+
+@pytest.mark.parametrize("waited", [0.0, 0.5, 1e9])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_what_went_by_at_a_giver_was_waited_and_nobody_has_waited_longer_than_it_took(
+    is_given: bool, waited: float
+) -> None:
+    """`waited`: of the time that the answer took, as its sender says."""
+
+    async def main() -> None:
+        dispatcher, node, _ = dispatch({}, ["a", "b"])
+        loop = asyncio.get_running_loop()
+        took_s: list[float] = []
+
+        async def call(peer: str, work: Work, deadline_s: float, on_progress: Any, *, expect: type[Done]) -> Done:
+            began = loop.time()
+            await asyncio.sleep(0.01)  # a machine that is slow
+            took_s.append(loop.time() - began)
+            if is_given and peer == "a":
+                raise CallRefused(Code.ELSEWHERE, "b")
+            return replace(DONE, waited_s=min(waited * took_s[-1], 1e9))
+
+        node.call = call  # type: ignore[method-assign]
+        began = loop.time()
+        done = await dispatcher.call(WORK, deadline_s=10, check=accept)
+        total_s = loop.time() - began
+        assert len(took_s) == 1 + is_given
+        in_others_s = min(waited, 1.0) * took_s[-1]
+        assert sum(took_s[:-1]) + in_others_s <= done.waited_s <= total_s
+        if not is_given and waited < 1.0:
+            assert done.waited_s == pytest.approx(in_others_s)
 
     run(main())
 
@@ -190,7 +227,7 @@ def test_who_gives_away_what_was_given_is_not_asked_again() -> None:
         for names in ({"a": "a"}, {"a": "b", "b": "a"}, {"a": "nobody"}):
             liars = {liar: CallRefused(Code.ELSEWHERE, taker, retry_after_s=0.001) for liar, taker in names.items()}
             dispatcher, node, neighbours = dispatch({**liars, "c": good})
-            assert await dispatcher.call(WORK, deadline_s=5, check=accept) is DONE
+            assert but_for_waits(await dispatcher.call(WORK, deadline_s=5, check=accept)) == DONE
             assert [peer for peer, _ in node.calls][-1] == "c"
             assert len(node.calls) <= len(liars) + 2
             assert set(neighbours.router.rests) == {REST_S}  # whatever they say themselves
@@ -207,7 +244,7 @@ def test_an_answer_that_cannot_be_right_is_asked_for_elsewhere() -> None:
             if done is bad:
                 raise ValueError("no")
 
-        assert await dispatcher.call(WORK, deadline_s=10, check=check) is DONE
+        assert await dispatcher.call(WORK, deadline_s=10, check=check) == DONE
         assert ("failed", "a") in neighbours.router.told
         assert [peer for peer, _ in node.calls] == ["a", "b"]
 
@@ -295,7 +332,7 @@ def test_a_busy_peer_is_not_given_up() -> None:
             return DONE
 
         dispatcher, node, neighbours = dispatch({"a": busy_once})
-        assert await dispatcher.call(WORK, deadline_s=10, check=accept) is DONE
+        assert await dispatcher.call(WORK, deadline_s=10, check=accept) == DONE
         assert [peer for peer, _ in node.calls] == ["a", "a"]
         assert ("busy", "a") in neighbours.router.told
 

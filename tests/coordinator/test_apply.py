@@ -17,7 +17,7 @@ from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.prepare import PreparedStage
 from swarmtrain.net.errors import CallRefused, LinkClosed
-from swarmtrain.observe.events import Events
+from swarmtrain.observe.events import Event, Events, PeerLost
 from swarmtrain.wire.messages import Applied, Apply, Code, Enroll, Prepared
 
 SIGN = Enroll("run", 0, "serving", "1", 3, "d3", 0.0, 0.0, 0.0, 0.0, "", "")
@@ -33,6 +33,7 @@ class Swarm:
         self._answers = list(answers)
         self.num_told = 0
         self._told = asyncio.Event()
+        self.happened: list[Event] = []
         nothing = cast(Any, None)
         self.context = RunContext(
             manifest=nothing,
@@ -47,6 +48,7 @@ class Swarm:
             decided=DECISION,
             stages=[StageBook("d3")],
         )
+        self.context.events.add(self.happened.append)
         self.applies = Applies(self.context)
         self.enroll(SIGN)
 
@@ -65,6 +67,7 @@ class Swarm:
         member = self.context.members.get("a")
         assert member is not None
         prepared = PreparedStage(0, "sum", 1.0, (member,), {("a", "1"): [0]}, ())
+        self._told.clear()
         task = asyncio.create_task(self.applies.carry_out(DECISION, [prepared], checkpoint=False))
         await self._told.wait()
         await asyncio.gather(*self.context.background)
@@ -143,6 +146,57 @@ def test_a_peer_without_the_sum_must_fetch_the_state_and_is_not_told_again(tmp_p
         return member.must_sync, swarm.num_told
 
     assert asyncio.run(main()) == (True, 1)
+
+
+def lost(swarm: Swarm) -> list[str]:
+    return [event.reason for event in swarm.happened if isinstance(event, PeerLost)]
+
+
+async def stands_still(swarm: Swarm, sign: Enroll, num_signs: int = 3) -> None:
+    """The peer shows up again and again; what each sign of life brings about is over before the next one."""
+    for _ in range(num_signs):
+        await shows_up(swarm, sign)
+        await asyncio.gather(*swarm.context.background)
+
+
+@pytest.mark.parametrize("state", ["paused", "draining"])
+def test_a_resting_peer_that_a_step_was_done_without_is_told_once_and_not_lost(tmp_path: Path, state: str) -> None:
+    async def main() -> None:
+        swarm = Swarm(tmp_path, *[unprepared] * 4)
+        await stands_still(swarm, replace(SIGN, state=state))
+        assert swarm.num_told == 1
+        assert lost(swarm) == []
+        member = swarm.context.members.get("a")
+        assert member is not None
+        assert member.excluded_at is None  # it may fetch what it has missed as soon as it resumes
+        (await swarm.carry_out()).cancel()  # of another decision it may hold the sum
+        assert swarm.num_told == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("state", ["paused", "draining"])
+def test_a_resting_peer_that_holds_the_sum_is_told_until_it_has_applied(tmp_path: Path, state: str) -> None:
+    async def main() -> None:
+        swarm = Swarm(tmp_path, cut, applied)
+        await stands_still(swarm, replace(SIGN, state=state), num_signs=2)
+        await stands_still(swarm, replace(SIGN, state=state, step=4, state_digest="d4"))
+        assert swarm.num_told == 2
+        assert lost(swarm) == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("state", ["serving", "paused", "draining"])
+def test_a_peer_of_the_roster_that_has_no_sum_is_lost_and_that_is_told_once(tmp_path: Path, state: str) -> None:
+    async def main() -> None:
+        swarm = Swarm(tmp_path, *[unprepared] * 3)
+        swarm.context.prepared = frozenset({("a", SIGN.incarnation)})
+        await stands_still(swarm, replace(SIGN, state=state))
+        assert swarm.num_told == 1
+        assert lost(swarm) == ["cannot apply step 3: unprepared"]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("heard", "known"), [("sum", (4, "d4")), ("another sum", (3, "d3"))])

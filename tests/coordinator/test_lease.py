@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from chain.test_dispatch import FakeNeighbours
 
+from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.lease import Leases, Room
-from swarmtrain.net.errors import Refusal
+from swarmtrain.net.errors import CallRefused, Refusal
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Code, Done, Enroll, Hop, Work
+from swarmtrain.wire.messages import Code, Done, Enroll, Hop, Phase, Progress, Work
+from swarmtrain.wire.schema import Message
 
 from .contexts import bare_context
 
 NUM_MICROBATCHES = 120
 NUM_STAGES = 2
 NUM_LOST = 3
+ROUTE = tuple(Hop(stage, f"p{stage}", "1") for stage in range(NUM_STAGES))
 
 
 class Pipeline:
@@ -37,12 +43,24 @@ class Pipeline:
         await asyncio.sleep(self._delay_s)
         took_s = asyncio.get_running_loop().time() - began  # longer than asked for, on a busy machine
         self.num_inside -= 1
-        route = tuple(Hop(stage, f"p{stage}", "1") for stage in range(NUM_STAGES))
-        return Done(1.0, route, 0.0, 0.0, 0.0, b"", waited_s=self._waited * took_s)
+        return Done(1.0, ROUTE, 0.0, 0.0, 0.0, b"", waited_s=self._waited * took_s)
 
 
-def leases_over(pipeline: Pipeline, num_peers: int) -> Leases:
-    manifest = preset("nano", [f"batch.microbatches_per_step={NUM_MICROBATCHES}"])
+class Sharing(Pipeline):
+    """As much of a node as calling needs: what waits at the first peer of the stage is given to the second, at last."""
+
+    async def call(  # type: ignore[override]
+        self, peer_id: str, work: Work, deadline_s: float, on_progress: Callable[[Message], None], *, expect: type[Done]
+    ) -> Done:
+        if not work.is_given:
+            await super().call(work)
+            raise CallRefused(Code.ELSEWHERE, "second")
+        on_progress(Progress(Phase.FORWARDED, (), 0.0, 0.0))
+        return Done(1.0, ROUTE, 0.0, 0.0, 0.0, b"")
+
+
+def leases_over(pipeline: Pipeline | Dispatcher, num_peers: int) -> Leases:
+    manifest = preset("nano", [f"batch.microbatches_per_step={NUM_MICROBATCHES}", f"stages.count={NUM_STAGES}"])
     sampler = SimpleNamespace(microbatch=lambda step, index: np.zeros((1, 2)))
     context = bare_context(manifest, dispatcher=pipeline, sampler=sampler)
     for number in range(num_peers):
@@ -66,6 +84,19 @@ def test_more_is_in_flight_where_time_goes_into_distance_and_not_where_it_goes_i
     assert (pipeline.most_inside > 20) is grows
     assert pipeline.most_inside >= 6  # two for each of three peers
     assert leases.window() <= NUM_MICROBATCHES
+
+
+def test_time_in_the_queue_of_a_peer_that_gives_its_work_away_is_no_distance() -> None:
+    async def main() -> Sharing:
+        node = Sharing(0.05, 0.0)
+        neighbours = FakeNeighbours(["first", "second"])
+        leases = leases_over(Dispatcher(cast(Any, node), cast(Any, neighbours)), num_peers=3)
+        await leases.run(0, StepBooks(NUM_STAGES, NUM_MICROBATCHES))
+        return node
+
+    node = asyncio.run(main())
+    assert sorted(node.seen) == list(range(NUM_MICROBATCHES))
+    assert 6 <= node.most_inside <= 20
 
 
 def test_a_failed_lease_ends_the_step_although_others_wait_for_room() -> None:

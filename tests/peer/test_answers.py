@@ -21,6 +21,7 @@ from swarmtrain.route.router import Router
 from swarmtrain.route.views import PeerView
 from swarmtrain.run.manifest import Manifest, parse_manifest
 from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
+from swarmtrain.wire.schema import encode
 
 from .test_room import Caller, unmeasured
 from .test_stage_jobs import jobs_of, manifest, tokens
@@ -59,13 +60,14 @@ class Below:
     def __init__(self, manifest: Manifest) -> None:
         self._jobs = jobs_of(manifest, 1)
         self.before: Callable[[], Awaitable[None]] | None = None
+        self.waited_s = 0.0  # as it says
 
     async def call(self, peer_id: str, work: Work, deadline_s: float, progress: object, *, expect: object) -> Done:
         entry = Entry(work.microbatch, work.tokens, work.boundary, generation=self._jobs.generation)
         outcome = self._jobs.forward(entry, work.step)
         if self.before is not None:
             await self.before()
-        return Done(outcome.loss, (Hop(1, peer_id, "life"),), 0.0, 0.0, 0.0, outcome.payload)
+        return Done(outcome.loss, (Hop(1, peer_id, "life"),), 0.0, 0.0, 0.0, outcome.payload, waited_s=self.waited_s)
 
 
 class First:
@@ -129,6 +131,21 @@ def test_checking_an_answer_says_nothing_about_how_long_step_work_takes(manifest
         times = first.context.compute.times
         assert times.count[Kind.STEP] == 0
         assert times.count[Kind.MESSAGE] == 2
+
+    run_with(First, manifest, main)
+
+
+def test_one_that_says_to_have_waited_for_ever_does_not_keep_its_caller_from_answering(manifest: Manifest) -> None:
+    """What is told of waiting is added up from stage to stage, and a message holds no more than the most of one."""
+
+    async def main(first: First) -> None:
+        first.below.waited_s = 1e9
+        began = asyncio.get_running_loop().time()
+        answer = await first.work()
+        took_s = asyncio.get_running_loop().time() - began
+        for told in (answer, await first.work()):  # once more: from the ledger
+            encode(told)
+            assert told.waited_s <= took_s
 
     run_with(First, manifest, main)
 

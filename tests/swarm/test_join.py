@@ -218,3 +218,31 @@ def test_a_paused_peer_takes_no_work_gives_its_state_and_is_resumed(place: Path,
         release(gate)
         wait_phase(swarm, resting, "serving", after=num_before)
         end_and_compare(swarm, reference)
+
+
+def test_a_paused_peer_that_falls_behind_is_not_lost(place: Path) -> None:
+    """One step behind, it may hold the last decision's sum, and is told of it; it does not, and lives all the same."""
+    manifest = open_ended("batch.microbatches_per_step=24")
+    with Swarm(manifest, place, num_peers=2, min_peers=NUM_STAGES + 1) as swarm:
+        slow = {"SWARMTRAIN_PACE": "0.1:0"}  # a step takes seconds
+        gate = swarm.start_peer(2, "--enable-test-faults", environment=slow)
+        resting = swarm.start_peer(0)
+        swarm.wait_step(1)
+        ask_daemon(resting.state_dir, "pause")
+
+        def num_behind() -> int:
+            return int(swarm.coordinator.status()["step"] - resting.status()["step"])
+
+        def num_signs() -> int:
+            return int(resting.status()["traffic"]["sent"]["kinds"]["enroll"]["num_messages"])
+
+        until(lambda: num_behind() == 1, "a step is done without the paused peer")
+        gate.stop()
+        first = num_signs()
+        until(lambda: num_signs() >= first + 3, "it shows that it lives")
+        assert num_behind() == 1, "the run did not stand still"
+        assert resting.status()["refused"].get("unprepared") == 1, "told once, and believed"
+        peer = resting.status()["peer"]
+        assert peer in [member["peer"] for member in swarm.coordinator.status()["stages"][0]]
+        assert not swarm.events("peer_lost", peer=peer)
+        gate.resume()
