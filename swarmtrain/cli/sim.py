@@ -123,16 +123,22 @@ def _simulate(scenarios: list[Scenario], *, as_json: bool) -> list[Result]:
 
     if len(scenarios) > MAX_RUNS:
         raise UsageError(f"{len(scenarios)} simulations are too many; at most {MAX_RUNS}")
-    results = []
-    with Counter("simulations") as count:
+    results: list[Result] = []
+    num_minutes, total = 0, sum(int(scenario.minutes) for scenario in scenarios)
+    with Counter("simulated minutes") as count:
+
+        def on_minute() -> None:
+            nonlocal num_minutes
+            num_minutes += 1
+            count(num_minutes, total)
+
         for scenario in scenarios:
-            result = simulate(scenario)
+            result = simulate(scenario, on_minute)
             results.append(result)
             if as_json:
                 print_json(as_dict(result))
             elif len(scenarios) == 1:
                 print(as_text(result))
-            count(len(results), len(scenarios))
     return results
 
 

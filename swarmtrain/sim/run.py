@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmtrain.sim.bound import Machine, StageKind, throughput_bound
@@ -67,8 +68,10 @@ class Result:
 class Simulation:
     """Build once, `run` once."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, on_minute: Callable[[], None] | None = None) -> None:
+        """`on_minute` is called after every simulated minute."""
         self.scenario = scenario
+        self._on_minute = on_minute
         setup = random.Random(f"setup {scenario.seed}")
         peers, alive = _machines(scenario, setup)
         self.engine = Engine()
@@ -105,17 +108,25 @@ class Simulation:
         interval = max(BIN_S, (end - self.meters.warmup_s) / MAX_BOUND_SAMPLES)
         num_before = self.meters.num_finished
         moment = self.meters.warmup_s
-        self.engine.run(moment)
+        self._run_until(moment)
         while moment < end - 1e-9:
             # The middle of the interval stands for all of it.
             middle, moment = moment + 0.5 * interval, min(moment + interval, end)
-            self.engine.run(min(middle, moment))
+            self._run_until(min(middle, moment))
             available, bound, capacity = self._look()
-            self.engine.run(moment)
+            self._run_until(moment)
             self._samples.append(Sample(moment, available, bound, capacity, self.meters.num_finished - num_before))
             num_before = self.meters.num_finished
         self._close(end)
         return self._result(end - self.meters.warmup_s, time.process_time() - began)
+
+    def _run_until(self, moment: float) -> None:
+        minute = int(self.engine.now / 60.0) + 1
+        while self._on_minute is not None and 60.0 * minute <= moment:
+            self.engine.run(60.0 * minute)
+            self._on_minute()
+            minute += 1
+        self.engine.run(moment)
 
     def _look(self) -> tuple[int, float, float]:
         now = self.engine.now
@@ -157,12 +168,12 @@ class Simulation:
         )
 
 
-def simulate(scenario: Scenario) -> Result:
+def simulate(scenario: Scenario, on_minute: Callable[[], None] | None = None) -> Result:
     """Run one scenario. Nothing in it needs the cycle collector, which would walk over all machines again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return Simulation(scenario).run()
+        return Simulation(scenario, on_minute).run()
     finally:
         if was_enabled:
             gc.enable()

@@ -26,6 +26,13 @@ def test_same_seed_same_trace_and_another_seed_another_one() -> None:
     assert other.trace_digest != first.trace_digest
 
 
+def test_every_simulated_minute_is_told_and_telling_changes_nothing() -> None:
+    told: list[None] = []
+    watched = simulate(SMALL.with_(minutes=8.5, warmup_minutes=1.2), lambda: told.append(None))
+    assert len(told) == 8
+    assert watched.trace_digest == simulate(SMALL.with_(minutes=8.5, warmup_minutes=1.2)).trace_digest
+
+
 def test_the_trace_does_not_depend_on_the_process() -> None:
     """Hash randomisation, for one, must not leak in."""
     program = (
