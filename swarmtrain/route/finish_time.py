@@ -32,8 +32,10 @@ class FinishTimePolicy:
         self._table = table
         self._rng = rng
         self._options = options
+        self._num_candidates, self._exploration = options.num_candidates, options.exploration
         self._prior_goodput = options.my_up_bytes_per_s or options.default_goodput
         self._virtual_time = 0.0
+        self._stranger = PeerEstimate(clock=0.0)  # stands for all that nothing is known of
         self._usual_prediction_s = 0.0
         self._max_speedup = 1.0  # the most by which a peer was lately faster than it announces
         self._best_goodput = 0.0  # of all links measured lately; 0: none yet
@@ -43,13 +45,13 @@ class FinishTimePolicy:
         best: Candidate | None = None
         best_score = 0.0
         offers = self._table.snapshot.offers
-        for _ in range(self._options.num_candidates):
+        for _ in range(self._num_candidates):
             candidate = self._draw(num_bytes, now, exclude)
             if candidate is None:
                 return None
+            position, predicted_s, service_s, known = candidate
             # A short queue may hide work that will come back for its second pass: what the peer holds counts as well.
-            load_s = candidate.known.load_now_s(offers[candidate.position], now)
-            score = candidate.predicted_s + load_s + self._clamped_lead(candidate.known, candidate.service_s)
+            score = predicted_s + known.load_now_s(offers[position], now) + self._clamped_lead(known, service_s)
             if best is None or score < best_score:
                 best, best_score = candidate, score
         return best
@@ -57,7 +59,7 @@ class FinishTimePolicy:
     def explore(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> Candidate | None:
         """Any peer with equal probability, unless it has had its share already: a very slow one must not be flooded."""
         offers = self._table.snapshot.offers
-        if not offers or self._rng.random() >= self._options.exploration:
+        if not offers or self._rng.random() >= self._exploration:
             return None
         position = self._rng.randrange(len(offers))
         offer = offers[position]
@@ -77,22 +79,23 @@ class FinishTimePolicy:
     ) -> Candidate:
         """Predicted finish: own backlog on the link + transfer + half a round trip + its queue + its forward."""
         if known is None:
-            # A newcomer's clock starts when it is first looked at: however slow it seems, its turn comes.
-            known = self.estimate(offer.peer_id)
+            known = self._newcomer(offer)
         predicted_s = (
             (known.backlog_bytes + num_bytes) / (known.goodput or self._prior(offer))
             + 0.5 * (known.rtt_s or self._options.default_rtt_s)
             + known.queue_now_s(offer, now)
             + (known.forward_s or offer.forward_s)
         )
-        trouble = self._table.troubles.get(offer.peer_id)
-        if trouble is not None:
+        troubles = self._table.troubles
+        if troubles and (trouble := troubles.get(offer.peer_id)) is not None:
             predicted_s += trouble.stall_now_s(now)
         return Candidate(position, predicted_s, service_s, known)
 
     def charge(self, candidate: Candidate) -> None:
         """Virtual time is the mean of all clocks, weighted by rate: one pick advances it by that peer's share of it."""
         known = candidate.known
+        if known is self._stranger:
+            known = self.estimate(self._table.snapshot.offers[candidate.position].peer_id)
         # A clock far behind (long banned, long queue) must not cause a burst, one far ahead must not starve its peer.
         lead = self._clamped_lead(known, candidate.service_s) + candidate.service_s
         known.clock = self._virtual_time + lead
@@ -101,13 +104,22 @@ class FinishTimePolicy:
 
     def estimate(self, peer_id: str) -> PeerEstimate:
         """A newcomer's clock starts at the virtual time."""
-        estimates = self._table.estimates
-        known = estimates.get(peer_id)
+        known = self._table.estimates.get(peer_id)
         if known is None:
-            if len(estimates) >= MAX_KNOWN:
-                del estimates[next(iter(estimates))]  # what was measured so long ago says no more than its record
-            known = estimates[peer_id] = PeerEstimate(clock=self._virtual_time)
+            self._table.forget_oldest(MAX_KNOWN)
+            known = self._table.estimates[peer_id] = PeerEstimate(clock=self._virtual_time)
         return known
+
+    def _newcomer(self, offer: Offer) -> PeerEstimate:
+        """Its clock starts when it is first looked at: however slow it seems, its turn comes.
+
+        Of a stage that is too large to remember, only those are remembered who got something: the others would be
+        forgotten before their turn.
+        """
+        if len(self._table.snapshot.offers) <= MAX_KNOWN:
+            return self.estimate(offer.peer_id)
+        self._stranger.clock = self._virtual_time
+        return self._stranger
 
     def back_off_s(self, strikes: int) -> float:
         """Doubled with every ban since the last success."""
@@ -154,8 +166,8 @@ class FinishTimePolicy:
             # The announced time may be a link's and not the processor's; then a fast processor does not lower it.
             if not offer.link_bound or measured_s > service_s:
                 service_s = measured_s
-        trouble = self._table.troubles.get(offer.peer_id)
-        if trouble is not None and trouble.stall_s > service_s:
+        troubles = self._table.troubles
+        if troubles and (trouble := troubles.get(offer.peer_id)) is not None and trouble.stall_s > service_s:
             service_s = max(service_s, trouble.stall_now_s(now))
         goodput = goodput or self._prior(offer)
         if goodput < self._best_goodput:
@@ -169,21 +181,26 @@ class FinishTimePolicy:
         Drawn by the announced rates and accepted by how the own estimate compares with the announcement, which needs no
         pass over all peers; after some misses one pass is made, with the same distribution.
         """
-        snapshot, table, random_ = self._table.snapshot, self._table, self._rng.random
-        offers = snapshot.offers
+        table, random_ = self._table, self._rng.random
+        snapshot = table.snapshot
+        offers, cumulative_rate, total_rate = snapshot.offers, snapshot.cumulative_rate, snapshot.total_rate
         if not offers:
             return None
         for _ in range(MAX_DRAWS):
-            position = bisect_right(snapshot.cumulative_rate, random_() * snapshot.total_rate)
-            position = min(position, len(offers) - 1)
+            position = bisect_right(cumulative_rate, random_() * total_rate)
+            if position == len(offers):
+                position -= 1
             offer = offers[position]
             if not table.is_usable(offer, now, exclude):
                 continue
             known = table.estimates.get(offer.peer_id)
             service_s = self._service_s(offer, known, num_bytes, now)
             speedup = offer.announced_s / service_s
-            self._max_speedup = max(speedup, 1.0 + 0.999 * (self._max_speedup - 1.0))
-            if self._max_speedup * random_() <= speedup:
+            max_speedup = 1.0 + 0.999 * (self._max_speedup - 1.0)
+            if speedup > max_speedup:
+                max_speedup = speedup
+            self._max_speedup = max_speedup
+            if max_speedup * random_() <= speedup:
                 return self._candidate(position, offer, known, service_s, num_bytes, now)
         usable = table.usable_positions(now, exclude)
         if not usable:

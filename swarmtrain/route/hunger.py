@@ -39,10 +39,12 @@ class Appetite(Generic[Peer]):
         self._next_at = now + self._pause_s
         first = () if self._giver is None else (self._giver,)
         if len(others) <= self._num_asked:
-            chosen = self._rng.sample(others, len(others))
-        else:  # with replacement, which is much faster; whoever is drawn twice is asked once
-            random_, num_others = self._rng.random, len(others)
-            chosen = [others[int(random_() * num_others)] for _ in range(self._num_asked - len(first))]
+            chosen: Sequence[Peer] = self._rng.sample(others, len(others))
+        else:  # one draw is much faster than many: some that are listed one after the other, from anywhere on
+            num_chosen, start = self._num_asked - len(first), int(self._rng.random() * len(others))
+            chosen = others[start : start + num_chosen]
+            if len(chosen) < num_chosen:
+                chosen = [*chosen, *others[: num_chosen - len(chosen)]]
         return list(dict.fromkeys((*first, *chosen)))
 
     def gave(self, giver: Peer) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from swarmtrain.errors import UsageError
+from swarmtrain.route.estimate import PeerEstimate
 from swarmtrain.route.finish_time import FinishTimePolicy
 from swarmtrain.route.policies import Candidate, Policy, RouterOptions
 from swarmtrain.route.swarm_latency import SwarmLatencyPolicy
@@ -55,12 +56,15 @@ class Router:
 
     def update_link(self, peer_id: str, link: LinkView) -> None:
         """Take over what the link meter says; it replaces estimates made from `succeeded`."""
-        known = self._policy.estimate(peer_id)
-        known.backlog_bytes = max(0, link.backlog_bytes)
-        if link.rtt_s > 0.0:
-            known.rtt_s = link.rtt_s
-        if link.samples > 0 and link.goodput_bytes_per_s > 0.0:
-            known.goodput = link.goodput_bytes_per_s
+        self._take_over(link, self._policy.estimate(peer_id))
+
+    def _take_over(self, link: LinkView, known: PeerEstimate) -> None:
+        goodput, rtt_s, backlog_bytes, samples = link
+        known.backlog_bytes = backlog_bytes if backlog_bytes > 0 else 0
+        if rtt_s > 0.0:
+            known.rtt_s = rtt_s
+        if samples > 0 and goodput > 0.0:
+            known.goodput = goodput
             self._policy.link_measured(known)
 
     def pick(
@@ -106,14 +110,18 @@ class Router:
         num_bytes: float = 0.0,
         backward_s: float | None = None,
         load_s: float | None = None,
+        link: LinkView | None = None,
         now: float | None = None,
     ) -> None:
         """The peer has done its forward (`compute_s`); the three times are its own account of where the time went.
 
-        `wire_s` is one way, with half a round trip in it. `backward_s` may come here or later through `observed`.
+        `wire_s` is one way, with half a round trip in it. `backward_s` may come here or later through `observed`, and
+        `link` here or through `update_link`.
         """
         now = self._clock() if now is None else now
         known = self._policy.estimate(peer_id)
+        if link is not None:
+            self._take_over(link, known)
         if num_bytes > 0.0 and wire_s > 0.0:
             rtt_s = known.rtt_s or self._options.default_rtt_s
             known.observe_goodput(num_bytes / max(wire_s - 0.5 * rtt_s, 0.1 * wire_s))
@@ -190,6 +198,6 @@ class Router:
 
     def _picked(self, candidate: Candidate, why: str, wait_s: float = 0.0) -> Pick:
         self._policy.charge(candidate)
-        timeout_s = max(self._options.min_timeout_s, self._options.timeout_factor * candidate.predicted_s)
-        peer_id = self._table.snapshot.offers[candidate.position].peer_id
-        return Pick(peer_id, candidate.predicted_s, timeout_s, why, wait_s)
+        options, predicted_s = self._options, candidate.predicted_s
+        timeout_s = max(options.min_timeout_s, options.timeout_factor * predicted_s)
+        return Pick(self._table.snapshot.offers[candidate.position].peer_id, predicted_s, timeout_s, why, wait_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from itertools import islice
 
 from swarmtrain.route.estimate import PeerEstimate, Trouble
 from swarmtrain.route.views import Offer, StageSnapshot
@@ -10,6 +11,8 @@ from swarmtrain.route.views import Offer, StageSnapshot
 
 class PeerTable:
     """Who may be picked now. Estimates exist only for peers this sender has dealt with, troubles while they last."""
+
+    __slots__ = ("estimates", "snapshot", "troubles")
 
     def __init__(self) -> None:
         self.snapshot = StageSnapshot(())
@@ -24,6 +27,11 @@ class PeerTable:
             self.estimates = {peer_id: known for peer_id, known in self.estimates.items() if peer_id in listed}
         if len(self.troubles) > most:
             self.troubles = {peer_id: trouble for peer_id, trouble in self.troubles.items() if peer_id in listed}
+
+    def forget_oldest(self, most: int) -> None:
+        """Make room for one more estimate: what was measured so long ago says no more than the record."""
+        if len(self.estimates) >= most:
+            self.estimates = dict(islice(self.estimates.items(), 1 + most // 4, None))
 
     def offer(self, peer_id: str) -> Offer | None:
         """The record of a listed peer."""

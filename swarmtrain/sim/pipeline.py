@@ -10,6 +10,7 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
@@ -41,6 +42,12 @@ class World:
 
     def __post_init__(self) -> None:
         self.by_id = {peer.peer_id: peer for peer in self.peers}
+
+
+@lru_cache(maxsize=256)
+def router_options(up_rate: float, bytes_in: float, bytes_out: float) -> RouterOptions:
+    """One for all machines of a kind: fewer fit a processor's cache."""
+    return RouterOptions(my_up_bytes_per_s=up_rate, bytes_in=bytes_in, bytes_out=bytes_out)
 
 
 class Pipeline:
@@ -79,8 +86,7 @@ class Pipeline:
         scenario, stage = self.scenario, peer.stage
         peer.router = None
         if stage < self.last:
-            bytes_in, bytes_out = stage_bytes(scenario, stage + 1)
-            options = RouterOptions(my_up_bytes_per_s=peer.up_rate, bytes_in=bytes_in, bytes_out=bytes_out)
+            options = router_options(peer.up_rate, *stage_bytes(scenario, stage + 1))
             peer.router = Router(scenario.routing, clock=self._clock, rng=self._routing_rng, options=options)
             peer.router.update_peers(self.world.directory.snapshots[stage + 1])
 
@@ -384,13 +390,13 @@ class Pipeline:
         caller = microbatch.route[stage - 1] if stage else None
         if caller is not None and caller.router is not None and caller.stage == stage - 1:
             share = 1.0 / 3.0 if stage == self.last else 1.0
-            caller.router.update_link(peer.peer_id, self._link(caller, peer))
             caller.router.succeeded(
                 peer.peer_id,
                 wire_s=job.arrived_at - job.sent_at,
                 queue_s=began_at - job.arrived_at,
                 compute_s=(now - began_at) * share,
                 load_s=peer.load_s(self._costs[stage]),
+                link=self._link(caller, peer),
                 now=now,
             )
         elif stage == 0:

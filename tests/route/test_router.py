@@ -317,7 +317,7 @@ def test_estimates_of_vanished_peers_are_forgotten() -> None:
 def test_a_sender_remembers_a_bounded_number_of_peers_and_still_asks_all() -> None:
     router = make_router([peer(f"p{number}") for number in range(1000)])
     picks = Counter(router.pick(1.0).peer_id for _ in range(20_000))  # type: ignore[union-attr]
-    assert len(router._table.estimates) == MAX_KNOWN
+    assert MAX_KNOWN // 2 <= len(router._table.estimates) <= MAX_KNOWN
     assert len(picks) == 1000
     assert max(picks.values()) <= 3 * 20
 
