@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -108,7 +109,13 @@ def sim(
             chosen = with_policy(scenario, text)
             scenarios += [chosen.with_(seed=seed + number) for number in range(runs)]
     _write_probe(out)
-    _report(_simulate(scenarios, as_json=as_json), out, as_json=as_json)
+    gc.disable()
+    try:
+        results = _simulate(scenarios, as_json=as_json)
+    finally:
+        gc.freeze()  # millions of objects of the last simulation's machines: they go with the process, unlooked at
+        gc.enable()
+    _report(results, out, as_json=as_json)
 
 
 def _is_of_manifest(setting: str) -> bool:
@@ -132,7 +139,9 @@ def _simulate(scenarios: list[Scenario], *, as_json: bool) -> list[Result]:
             num_minutes += 1
             count(num_minutes, total)
 
-        for scenario in scenarios:
+        for number, scenario in enumerate(scenarios):
+            if number:
+                gc.collect()  # the machines of the one before
             result = simulate(scenario, on_minute)
             results.append(result)
             if as_json:

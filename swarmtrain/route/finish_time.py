@@ -18,7 +18,7 @@ from swarmtrain.route.views import Offer
 
 BEST_LINK_FORGETTING = 0.005  # per measurement
 MAX_DRAWS = 8
-MAX_KNOWN = 256  # peers that a sender remembers; of a larger stage, those it met last
+MAX_KNOWN = 128  # peers that a sender remembers; of a larger stage, those it met last
 
 
 class FinishTimePolicy:
@@ -182,7 +182,7 @@ class FinishTimePolicy:
         pass over all peers; after some misses one pass is made, with the same distribution.
         """
         table, random_ = self._table, self._rng.random
-        snapshot = table.snapshot
+        snapshot, troubles = table.snapshot, table.troubles
         offers, cumulative_rate, total_rate = snapshot.offers, snapshot.cumulative_rate, snapshot.total_rate
         if not offers:
             return None
@@ -191,7 +191,7 @@ class FinishTimePolicy:
             if position == len(offers):
                 position -= 1
             offer = offers[position]
-            if not table.is_usable(offer, now, exclude):
+            if offer.expires_at <= now or ((exclude or troubles) and not table.is_usable(offer, now, exclude)):
                 continue
             known = table.estimates.get(offer.peer_id)
             service_s = self._service_s(offer, known, num_bytes, now)

@@ -347,10 +347,11 @@ class Pipeline:
         peer.busy = True
         if not peer.jobs:
             self.on_running_out(peer)
-        seconds = self._share(job) * self._costs[job.stage] / peer.speed
+        share = self._share(job)
+        seconds = share * self._costs[job.stage] / peer.speed
         if self._jitter:
             seconds *= max(0.2, self._gauss(1.0, self._jitter))
-        engine.at(engine.now + seconds, self._computed, peer, job, engine.now, peer.incarnation)
+        engine.at(engine.now + seconds, self._computed, peer, job, share, engine.now, peer.incarnation)
 
     def _share(self, job: Job) -> float:
         """Of a stage's work for a microbatch: backward is twice a forward; the last stage does both in one."""
@@ -358,7 +359,7 @@ class Pipeline:
             return 1.0
         return 1.0 - FORWARD_SHARE if job.kind == BACKWARD else FORWARD_SHARE
 
-    def _computed(self, peer: SimPeer, job: Job, began_at: float, incarnation: int) -> None:
+    def _computed(self, peer: SimPeer, job: Job, share: float, began_at: float, incarnation: int) -> None:
         now = self.engine.now
         if peer.incarnation != incarnation:
             self.meters.spent("wasted", began_at, now)
@@ -375,7 +376,7 @@ class Pipeline:
             again = microbatch.ready[stage] or (job.kind == FORWARD and microbatch.computed[stage])
             self.meters.spent("wasted" if again else "useful", began_at, now)
             if not again:
-                self.meters.worked(self._share(job), now)
+                self.meters.worked(share, now)
             microbatch.queue_s += began_at - job.arrived_at
             if job.kind == FORWARD:
                 self._forward_done(microbatch, stage, peer, job, began_at)
