@@ -303,7 +303,7 @@ def test_same_seed_same_picks() -> None:
 
 
 def test_estimates_of_vanished_peers_are_forgotten() -> None:
-    ghosts = [f"ghost{number}" for number in range(200)]
+    ghosts = [f"ghost{number}" for number in range(100)]
     router = make_router([peer(name) for name in ("stays", *ghosts)])
     for name in ghosts:
         router.succeeded(name, wire_s=1.0, queue_s=0.0, compute_s=1.0, now=0.0)
