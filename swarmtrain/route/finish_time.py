@@ -71,23 +71,34 @@ class FinishTimePolicy:
     def candidate(self, position: int, num_bytes: float, now: float) -> Candidate:
         """As drawn, whether it is usable or not."""
         offer = self._table.snapshot.offers[position]
-        known = self._table.estimates.get(offer.peer_id)
-        return self._candidate(position, offer, known, self._service_s(offer, known, num_bytes, now), num_bytes, now)
+        known, trouble = self._table.estimates.get(offer.peer_id), self._table.troubles.get(offer.peer_id)
+        service_s = self._service_s(offer, known, trouble, num_bytes, now)
+        return self._candidate(position, offer, known, trouble, service_s, num_bytes, now)
 
     def _candidate(
-        self, position: int, offer: Offer, known: PeerEstimate | None, service_s: float, num_bytes: float, now: float
+        self,
+        position: int,
+        offer: Offer,
+        known: PeerEstimate | None,
+        trouble: Trouble | None,
+        service_s: float,
+        num_bytes: float,
+        now: float,
     ) -> Candidate:
         """Predicted finish: own backlog on the link + transfer + half a round trip + its queue + its forward."""
         if known is None:
             known = self._newcomer(offer)
-        predicted_s = (
-            (known.backlog_bytes + num_bytes) / (known.goodput or self._prior(offer))
-            + 0.5 * (known.rtt_s or self._options.default_rtt_s)
-            + known.queue_now_s(offer, now)
-            + (known.forward_s or offer.forward_s)
-        )
-        troubles = self._table.troubles
-        if troubles and (trouble := troubles.get(offer.peer_id)) is not None:
+        if known is self._stranger:
+            half_a_round_trip_s = 0.5 * self._options.default_rtt_s
+            predicted_s = num_bytes / self._prior(offer) + half_a_round_trip_s + offer.queue_s + offer.forward_s
+        else:
+            predicted_s = (
+                (known.backlog_bytes + num_bytes) / (known.goodput or self._prior(offer))
+                + 0.5 * (known.rtt_s or self._options.default_rtt_s)
+                + known.queue_now_s(offer, now)
+                + (known.forward_s or offer.forward_s)
+            )
+        if trouble is not None:
             predicted_s += trouble.stall_now_s(now)
         return Candidate(position, predicted_s, service_s, known)
 
@@ -140,7 +151,8 @@ class FinishTimePolicy:
 
     def _prior(self, offer: Offer) -> float:
         """Of a link that was not measured yet: the slower of my uplink and its downlink, much less when relayed."""
-        prior = min(self._prior_goodput, offer.down_rate)
+        mine, its = self._prior_goodput, offer.down_rate
+        prior = mine if mine < its else its
         return prior * self._options.relay_factor if offer.relayed else prior
 
     def _clamped_lead(self, known: PeerEstimate, service_s: float) -> float:
@@ -153,7 +165,9 @@ class FinishTimePolicy:
         bound = self._options.max_clock_lead * (service_s + self._usual_prediction_s)
         return bound if lead > bound else -bound if lead < -bound else lead
 
-    def _service_s(self, offer: Offer, known: PeerEstimate | None, num_bytes: float, now: float) -> float:
+    def _service_s(
+        self, offer: Offer, known: PeerEstimate | None, trouble: Trouble | None, num_bytes: float, now: float
+    ) -> float:
         """Seconds that one microbatch of mine occupies this peer or the path to it.
 
         What all links have in common is the own uplink, which says nothing about the peer: only the time above that of
@@ -166,8 +180,7 @@ class FinishTimePolicy:
             # The announced time may be a link's and not the processor's; then a fast processor does not lower it.
             if not offer.link_bound or measured_s > service_s:
                 service_s = measured_s
-        troubles = self._table.troubles
-        if troubles and (trouble := troubles.get(offer.peer_id)) is not None and trouble.stall_s > service_s:
+        if trouble is not None and trouble.stall_s > service_s:
             service_s = max(service_s, trouble.stall_now_s(now))
         goodput = goodput or self._prior(offer)
         if goodput < self._best_goodput:
@@ -182,7 +195,7 @@ class FinishTimePolicy:
         pass over all peers; after some misses one pass is made, with the same distribution.
         """
         table, random_ = self._table, self._rng.random
-        snapshot, troubles = table.snapshot, table.troubles
+        snapshot, estimates, troubles = table.snapshot, table.estimates, table.troubles
         offers, cumulative_rate, total_rate = snapshot.offers, snapshot.cumulative_rate, snapshot.total_rate
         if not offers:
             return None
@@ -191,20 +204,27 @@ class FinishTimePolicy:
             if position == len(offers):
                 position -= 1
             offer = offers[position]
-            if offer.expires_at <= now or ((exclude or troubles) and not table.is_usable(offer, now, exclude)):
+            peer_id = offer.peer_id
+            if offer.expires_at <= now or (exclude and peer_id in exclude):
                 continue
-            known = table.estimates.get(offer.peer_id)
-            service_s = self._service_s(offer, known, num_bytes, now)
+            trouble = troubles.get(peer_id) if troubles else None
+            if trouble is not None and trouble.keeps_away(offer, now):
+                continue
+            known = estimates.get(peer_id)
+            service_s = self._service_s(offer, known, trouble, num_bytes, now)
             speedup = offer.announced_s / service_s
             max_speedup = 1.0 + 0.999 * (self._max_speedup - 1.0)
             if speedup > max_speedup:
                 max_speedup = speedup
             self._max_speedup = max_speedup
             if max_speedup * random_() <= speedup:
-                return self._candidate(position, offer, known, service_s, num_bytes, now)
+                return self._candidate(position, offer, known, trouble, service_s, num_bytes, now)
         usable = table.usable_positions(now, exclude)
         if not usable:
             return None
-        times = [self._service_s(offers[i], table.estimates.get(offers[i].peer_id), num_bytes, now) for i in usable]
-        position = usable[self._rng.choices(range(len(usable)), [1.0 / service_s for service_s in times])[0]]
-        return self.candidate(position, num_bytes, now)
+        rates = []
+        for position in usable:
+            peer_id = offers[position].peer_id
+            known, trouble = estimates.get(peer_id), troubles.get(peer_id)
+            rates.append(1.0 / self._service_s(offers[position], known, trouble, num_bytes, now))
+        return self.candidate(self._rng.choices(usable, rates)[0], num_bytes, now)

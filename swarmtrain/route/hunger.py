@@ -37,15 +37,17 @@ class Appetite(Generic[Peer]):
         if now < self._next_at or not others:
             return []
         self._next_at = now + self._pause_s
-        first = () if self._giver is None else (self._giver,)
-        if len(others) <= self._num_asked:
-            chosen: Sequence[Peer] = self._rng.sample(others, len(others))
+        giver, num_others = self._giver, len(others)
+        if num_others <= self._num_asked:
+            chosen = self._rng.sample(others, num_others)
         else:  # one draw is much faster than many: some that are listed one after the other, from anywhere on
-            num_chosen, start = self._num_asked - len(first), int(self._rng.random() * len(others))
-            chosen = others[start : start + num_chosen]
+            num_chosen, start = self._num_asked - (giver is not None), int(self._rng.random() * num_others)
+            chosen = list(others[start : start + num_chosen])
             if len(chosen) < num_chosen:
-                chosen = [*chosen, *others[: num_chosen - len(chosen)]]
-        return list(dict.fromkeys((*first, *chosen)))
+                chosen += others[: num_chosen - len(chosen)]
+        if giver is None:
+            return chosen
+        return [giver, *(other for other in chosen if other != giver)]
 
     def gave(self, giver: Peer) -> None:
         """One that was asked had something: it is likely to have more."""

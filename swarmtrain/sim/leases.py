@@ -10,7 +10,8 @@ from swarmtrain.route.router import Router
 from swarmtrain.route.window import InFlightWindow, WindowOptions, stepwise
 from swarmtrain.sim.directory import stage_bytes
 from swarmtrain.sim.peer import Job, Microbatch, SimPeer
-from swarmtrain.sim.pipeline import DRAINING_RETRY_S, GIVER_REST_S, NOBODY_RETRY_S, Pipeline, World
+from swarmtrain.sim.pipeline import DRAINING_RETRY_S, GIVER_REST_S, NOBODY_RETRY_S, Pipeline
+from swarmtrain.sim.world import World
 
 MIN_IN_FLIGHT = 4
 LEASE_BYTES = 16e3  # tokens: nothing beside a boundary tensor
@@ -133,7 +134,7 @@ class Leases:
             owner = self._world.by_id[pick.peer_id]
             if self._waiting[owner.number] < scenario.queue_limit:
                 return owner
-            self._pipeline.receive(owner)
+            self._pipeline.processors.receive(owner)
             self._router.busy(owner.peer_id, max(0.1, 0.5 * owner.queue_s(scenario.costs[0])), now)
 
     def _arrives(self, microbatch: Microbatch, owner: SimPeer) -> None:

@@ -9,8 +9,9 @@ from swarmtrain.route.rebalance import Member, PlannedMove, newcomer_stage, plan
 from swarmtrain.sim.directory import link_rate
 from swarmtrain.sim.leases import Leases
 from swarmtrain.sim.peer import SimPeer
-from swarmtrain.sim.pipeline import Pipeline, World
+from swarmtrain.sim.pipeline import Pipeline
 from swarmtrain.sim.steps import Steps
+from swarmtrain.sim.world import World
 
 FIRST_LOOK_JITTER_S = 10.0
 ANSWER_S = 0.2  # request to the coordinator and back
@@ -120,7 +121,7 @@ class Membership:
 
     def _change_state(self, peer: SimPeer, state: str) -> None:
         now, meters = self._world.engine.now, self._world.meters
-        self._pipeline.receive(peer)
+        self._pipeline.processors.receive(peer)
         if peer.state == "serving" and not peer.busy:
             meters.idle_ended(peer, None, now)
         elif peer.state == "syncing":
@@ -129,7 +130,7 @@ class Membership:
             meters.spent("draining", max(peer.state_since, peer.idle_since), now)
         peer.state, peer.state_since, peer.idle_since = state, now, now
         if state == "draining":
-            self._pipeline.refuse_in_time(peer)
+            self._pipeline.processors.refuse_in_time(peer)
 
     def _synced(self, peer: SimPeer, incarnation: int) -> None:
         if peer.incarnation == incarnation and peer.state == "syncing":
@@ -154,7 +155,7 @@ class Membership:
         """New records for everybody; then plans are made from them."""
         engine, directory = self._world.engine, self._world.directory
         for peer in self._world.peers:
-            self._pipeline.receive(peer)
+            self._pipeline.processors.receive(peer)
         directory.refresh(engine.now)
         self._leases.refresh()
         for peer in self._world.peers:

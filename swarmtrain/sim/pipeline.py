@@ -6,42 +6,22 @@ again; a lost caller does not cancel the work below it.
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import LinkView
-from swarmtrain.sim.directory import Directory, stage_bytes
-from swarmtrain.sim.engine import Engine
-from swarmtrain.sim.meters import Meters
+from swarmtrain.sim.directory import stage_bytes
 from swarmtrain.sim.peer import BACKWARD, FORWARD, REPLAY, Job, Microbatch, SimPeer
-from swarmtrain.sim.scenario import Scenario
+from swarmtrain.sim.processor import FORWARD_SHARE, Processors
+from swarmtrain.sim.world import World
 
 NOBODY_RETRY_S = 2.0  # until the directory is asked again when a stage seems to have no peers
 DRAINING_RETRY_S = 30.0  # a peer that drains is not asked again before its record says something else
 CONNECT_TIMEOUT_S = 3.0
 GIVER_REST_S = 0.2  # who gives work away is not sent more at once, as the daemons
-FORWARD_SHARE = 1.0 / 3.0  # of a stage's work for a microbatch
-
-
-@dataclass
-class World:
-    """What all parts of a simulation share."""
-
-    scenario: Scenario
-    engine: Engine
-    meters: Meters
-    peers: list[SimPeer]
-    directory: Directory
-    rng: random.Random  # of the machines: compute times
-    by_id: dict[str, SimPeer] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.by_id = {peer.peer_id: peer for peer in self.peers}
 
 
 @lru_cache(maxsize=256)
@@ -64,17 +44,14 @@ class Pipeline:
         self.on_owner_lost: Callable[[Microbatch, SimPeer], None] = lambda microbatch, owner: None
         self.on_forwarded: Callable[[SimPeer, Job, float], None] = lambda owner, job, began_at: None
         self.on_drained: Callable[[SimPeer], None] = lambda peer: None
-        self.on_running_out: Callable[[SimPeer], None] = lambda peer: None
         self.on_lease_given: Callable[[Microbatch, SimPeer, SimPeer], None] = lambda microbatch, giver, taker: None
-        self.on_replayed: Callable[[], None] = lambda: None
-        self._sequence = 0
+        self.processors = Processors(world)
+        self.processors.on_forward_done = self._forward_done
+        self.processors.on_backward_done = self._backward_done
+        self.processors.on_refusal = self._refuses
         self._costs = world.scenario.costs
         self._backbone_latency_s = world.scenario.backbone_latency_s
-        self._gauss = world.rng.gauss
         self._routing_rng = random.Random(f"routing {world.scenario.seed}")  # of all: many do not fit a cache
-        self._jitter = world.scenario.compute_jitter
-        self._job_order = world.scenario.job_order
-        self._queue_limit = world.scenario.queue_limit
 
     def _clock(self) -> float:
         return self.engine.now
@@ -96,7 +73,8 @@ class Pipeline:
         microbatch.route[0] = owner
         microbatch.token[0] += 1
         self._lose_work(microbatch, 0)
-        self._enqueue(owner, Job(FORWARD, microbatch, 0, microbatch.token[0], self.engine.now, self.engine.now))
+        now = self.engine.now
+        self.processors.enqueue(owner, Job(FORWARD, microbatch, 0, microbatch.token[0], now, now))
 
     def replay_piece(self, stage: int, peer: SimPeer) -> None:
         """Compute one stage of a finished microbatch again, whose gradient was lost with its peer."""
@@ -107,7 +85,7 @@ class Pipeline:
     def _replay_arrives(self, stage: int, peer: SimPeer, incarnation: int) -> None:
         if peer.incarnation == incarnation:
             now = self.engine.now
-            self._enqueue(peer, Job(REPLAY, Microbatch(0, 0, now), stage, 0, now, now))
+            self.processors.enqueue(peer, Job(REPLAY, Microbatch(0, 0, now), stage, 0, now, now))
 
     def peer_lost(self, peer: SimPeer) -> None:
         """The machine is gone with all it held; its callers notice after some missed heartbeats."""
@@ -175,7 +153,8 @@ class Pipeline:
 
     def _send_to(self, peer: SimPeer, microbatch: Microbatch, stage: int, sender: SimPeer) -> None:
         microbatch.route[stage] = peer
-        self._lose_work(microbatch, stage)
+        if microbatch.computed[stage]:
+            self._lose_work(microbatch, stage)
         microbatch.answered[stage] = -1
         microbatch.token[stage] += 1
         token = microbatch.token[stage]
@@ -187,8 +166,10 @@ class Pipeline:
             self.engine.at(back_at, self._refused, microbatch, stage, sender, peer, token, "draining")
             return
         peer.held[microbatch] = stage
-        start = max(self.engine.now, sender.up_free)
-        self._expect(peer, Job(FORWARD, microbatch, stage, token, start, self._transfer(sender, peer), sender))
+        now, up_free = self.engine.now, sender.up_free
+        sent_at = up_free if up_free > now else now
+        arrives_at = self._transfer(sender, peer)
+        self.processors.expect(peer, Job(FORWARD, microbatch, stage, token, sent_at, arrives_at, sender))
 
     def _holds(self, peer: SimPeer, microbatch: Microbatch, stage: int) -> bool:
         """Whether asking this peer again finds work that is done or under way."""
@@ -207,58 +188,12 @@ class Pipeline:
         latency_s = source.latency_s + target.latency_s + self._backbone_latency_s
         return (up_free if up_free > down_free else down_free) + latency_s
 
-    def _expect(self, peer: SimPeer, job: Job) -> None:
-        """A message is under way. Its arrival is an event only where it matters at once.
-
-        A busy processor finds it when it looks for its next job, and so does whoever looks at the queue (`receive`).
-        """
-        self._sequence += 1
-        heapq.heappush(peer.incoming, (job.arrived_at, self._sequence, job))
-        num_over = peer.num_forward + len(peer.incoming) - self._queue_limit
-        if num_over == 1:
-            self.refuse_in_time(peer)
-        elif not peer.busy or peer.state != "serving" or num_over > 1:
-            self.engine.at(job.arrived_at, self._arrives, peer)
-
-    def _arrives(self, peer: SimPeer) -> None:
-        self.receive(peer)
-        if peer.busy:
-            return
-        if peer.jobs:
-            self.meters.idle_ended(peer, peer.jobs[0][3], self.engine.now)
-            self._compute_next(peer)
-        elif peer.incoming:  # what came was void
-            self.engine.at(peer.incoming[0][0], self._arrives, peer)
-
-    def receive(self, peer: SimPeer) -> None:
-        """Queue what has arrived since somebody looked last. To be called before the peer changes its state."""
-        incoming, now = peer.incoming, self.engine.now
-        while incoming and incoming[0][0] <= now:
-            _, sequence, job = heapq.heappop(incoming)
-            if self._takes(peer, job):
-                peer.push(job, sequence, self._job_order)
-
-    def refuse_in_time(self, peer: SimPeer) -> None:
-        """It stops serving, or may get more than it takes: the arrival of all that is under way matters at once."""
-        for arrives_at, _, _ in peer.incoming:
-            self.engine.at(arrives_at, self._arrives, peer)
-
-    def _takes(self, peer: SimPeer, job: Job) -> bool:
-        """Whether it is still wanted here, and the peer does not refuse it."""
-        microbatch, stage = job.microbatch, job.stage
-        if microbatch.token[stage] != job.token or microbatch not in peer.held:
-            return False  # sent elsewhere meanwhile
-        if job.kind == BACKWARD:
-            return microbatch.route[stage + 1] is job.sender  # else it died, and somebody else was asked meanwhile
-        if peer.state == "serving" and peer.num_forward < self._queue_limit:
-            return True
-        why = "draining" if peer.state != "serving" else "busy"
-        peer.held.pop(microbatch)
+    def _refuses(self, peer: SimPeer, job: Job, why: str) -> None:
+        """The peer sends an answer to whoever sent the job."""
         sender = job.sender
         assert sender is not None  # only replays have none
         back_s = peer.latency_s + sender.latency_s + self._backbone_latency_s
-        self.engine.after(back_s, self._refused, microbatch, stage, sender, peer, job.token, why)
-        return False
+        self.engine.after(back_s, self._refused, job.microbatch, job.stage, sender, peer, job.token, why)
 
     def _refused(
         self, microbatch: Microbatch, stage: int, sender: SimPeer, peer: SimPeer, token: int, why: str
@@ -272,7 +207,7 @@ class Pipeline:
             elif why == "draining":
                 sender.router.busy(peer.peer_id, DRAINING_RETRY_S)
             else:
-                self.receive(peer)
+                self.processors.receive(peer)
                 sender.router.busy(peer.peer_id, peer.queue_s(self._costs[stage]) * 0.5)
         microbatch.exclude |= {peer.peer_id}
         microbatch.route[stage] = None
@@ -323,70 +258,8 @@ class Pipeline:
             caller.router.busy(giver.peer_id, GIVER_REST_S)
             self._send_to(taker, microbatch, stage, caller)
 
-    # -- the processor
-
-    def _enqueue(self, peer: SimPeer, job: Job) -> None:
-        self._sequence += 1
-        peer.push(job, self._sequence, self._job_order)
-        if not peer.busy:
-            self.meters.idle_ended(peer, job, self.engine.now)
-            self._compute_next(peer)
-
-    def _compute_next(self, peer: SimPeer) -> None:
-        engine = self.engine
-        if peer.incoming:
-            self.receive(peer)
-        if not peer.jobs:
-            peer.busy = False
-            peer.idle_since = engine.now
-            if peer.incoming:
-                engine.at(peer.incoming[0][0], self._arrives, peer)
-            self.on_running_out(peer)
-            return
-        job = peer.pop()
-        peer.busy = True
-        if not peer.jobs:
-            self.on_running_out(peer)
-        share = self._share(job)
-        seconds = share * self._costs[job.stage] / peer.speed
-        if self._jitter:
-            seconds *= max(0.2, self._gauss(1.0, self._jitter))
-        engine.at(engine.now + seconds, self._computed, peer, job, share, engine.now, peer.incarnation)
-
-    def _share(self, job: Job) -> float:
-        """Of a stage's work for a microbatch: backward is twice a forward; the last stage does both in one."""
-        if job.stage == self.last or job.kind == REPLAY:
-            return 1.0
-        return 1.0 - FORWARD_SHARE if job.kind == BACKWARD else FORWARD_SHARE
-
-    def _computed(self, peer: SimPeer, job: Job, share: float, began_at: float, incarnation: int) -> None:
-        now = self.engine.now
-        if peer.incarnation != incarnation:
-            self.meters.spent("wasted", began_at, now)
-            return
-        microbatch, stage = job.microbatch, job.stage
-        if job.kind == REPLAY:
-            self.meters.spent("wasted", began_at, now)
-            peer.accumulated += 1
-            peer.replaying -= 1
-            self.on_replayed()
-        elif microbatch not in peer.held or microbatch.token[stage] != job.token:
-            self.meters.spent("wasted", began_at, now)
-        else:
-            again = microbatch.ready[stage] or (job.kind == FORWARD and microbatch.computed[stage])
-            self.meters.spent("wasted" if again else "useful", began_at, now)
-            if not again:
-                self.meters.worked(share, now)
-            microbatch.queue_s += began_at - job.arrived_at
-            if job.kind == FORWARD:
-                self._forward_done(microbatch, stage, peer, job, began_at)
-            else:
-                self._backward_done(microbatch, stage, peer)
-        if peer.incarnation == incarnation:
-            self._compute_next(peer)
-
-    def _forward_done(self, microbatch: Microbatch, stage: int, peer: SimPeer, job: Job, began_at: float) -> None:
-        now = self.engine.now
+    def _forward_done(self, peer: SimPeer, job: Job, began_at: float) -> None:
+        microbatch, stage, now = job.microbatch, job.stage, self.engine.now
         microbatch.computed[stage] = True
         caller = microbatch.route[stage - 1] if stage else None
         if caller is not None and caller.router is not None and caller.stage == stage - 1:
@@ -403,7 +276,7 @@ class Pipeline:
         elif stage == 0:
             self.on_forwarded(peer, job, began_at)
         if stage == self.last:
-            self._backward_done(microbatch, stage, peer)
+            self._backward_done(peer, job)
         else:
             microbatch.exclude = frozenset()
             self._send(microbatch, stage + 1, peer)
@@ -418,9 +291,8 @@ class Pipeline:
             1,
         )
 
-    # -- backward
-
-    def _backward_done(self, microbatch: Microbatch, stage: int, peer: SimPeer) -> None:
+    def _backward_done(self, peer: SimPeer, job: Job) -> None:
+        microbatch, stage = job.microbatch, job.stage
         microbatch.ready[stage] = True
         peer.accumulated += 1
         peer.held.pop(microbatch, None)
@@ -443,4 +315,4 @@ class Pipeline:
             if peer.stage == stage and caller.router is not None:  # the answer says what its sender still holds
                 caller.router.observed(peer.peer_id, load_s=peer.load_s(self._costs[stage]), now=self.engine.now)
             sent_at, arrives_at = self.engine.now, self._transfer(peer, caller)
-            self._expect(caller, Job(BACKWARD, microbatch, stage - 1, token, sent_at, arrives_at, peer))
+            self.processors.expect(caller, Job(BACKWARD, microbatch, stage - 1, token, sent_at, arrives_at, peer))

@@ -15,10 +15,11 @@ from swarmtrain.sim.leases import Leases
 from swarmtrain.sim.membership import Membership
 from swarmtrain.sim.meters import CAUSES, Meters
 from swarmtrain.sim.peer import SimPeer, draw_machines
-from swarmtrain.sim.pipeline import Pipeline, World
+from swarmtrain.sim.pipeline import Pipeline
 from swarmtrain.sim.scenario import Scenario
 from swarmtrain.sim.sharing import Sharing
 from swarmtrain.sim.steps import Steps
+from swarmtrain.sim.world import World
 
 BIN_S = 60.0
 MAX_BOUND_SAMPLES = 60

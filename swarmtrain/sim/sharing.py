@@ -8,7 +8,8 @@ from swarmtrain.route.hunger import Appetite, gives, is_held_up, is_line_bound
 from swarmtrain.route.router import SHARING_POLICIES
 from swarmtrain.sim.directory import stage_bytes
 from swarmtrain.sim.peer import SimPeer
-from swarmtrain.sim.pipeline import Pipeline, World
+from swarmtrain.sim.pipeline import Pipeline
+from swarmtrain.sim.world import World
 
 
 class Sharing:
@@ -24,7 +25,7 @@ class Sharing:
         self._num_asked = scenario.num_asked
         self._appetites: dict[int, Appetite[SimPeer]] = {}
         if self._num_asked and scenario.routing in SHARING_POLICIES:
-            pipeline.on_running_out = self._runs_out
+            pipeline.processors.on_running_out = self._runs_out
 
     def _runs_out(self, peer: SimPeer) -> None:
         now = self._world.engine.now
@@ -48,8 +49,9 @@ class Sharing:
             appetite.nobody_gave()
 
     def _gives(self, giver: SimPeer, peer: SimPeer) -> bool:
-        if giver.incoming:
-            self._pipeline.receive(giver)
+        incoming = giver.incoming
+        if incoming and incoming[0][0] <= self._world.engine.now:
+            self._pipeline.processors.receive(giver)
         if not giver.num_spare or giver is peer or giver.state != "serving" or giver.stage != peer.stage:
             return False
         cost = self._costs[peer.stage]

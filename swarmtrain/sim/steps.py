@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from swarmtrain.sim.leases import Leases
 from swarmtrain.sim.peer import Microbatch, SimPeer
-from swarmtrain.sim.pipeline import Pipeline, World
+from swarmtrain.sim.pipeline import Pipeline
+from swarmtrain.sim.world import World
 
 
 class Steps:
@@ -26,7 +27,7 @@ class Steps:
         pipeline.on_owner_lost = leases.owner_lost
         pipeline.on_forwarded = leases.forwarded
         pipeline.on_lease_given = leases.given
-        pipeline.on_replayed = self._settle_one
+        pipeline.processors.on_replayed = self._settle_one
 
     def work_lost(self, peer: SimPeer) -> None:
         """A peer died in mid-step: what it had accumulated is computed again, by others of its stage.

@@ -11,7 +11,7 @@ import pytest
 from swarmtrain.errors import UsageError
 from swarmtrain.sim.meters import CAUSES
 from swarmtrain.sim.peer import Job, Microbatch, SimPeer
-from swarmtrain.sim.pipeline import Pipeline
+from swarmtrain.sim.processor import Processors
 from swarmtrain.sim.run import Result, Simulation, simulate
 from swarmtrain.sim.scenario import ChurnEvent, PeerSpec, Scenario
 
@@ -63,13 +63,13 @@ def test_leaving_out_arrivals_at_busy_machines_changes_nothing(
     scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = simulate(scenario)
-    expect = Pipeline._expect
+    expect = Processors.expect
 
-    def expect_with_an_event(self: Pipeline, peer: SimPeer, job: Job) -> None:
+    def expect_with_an_event(self: Processors, peer: SimPeer, job: Job) -> None:
         expect(self, peer, job)
-        self.engine.at(job.arrived_at, self._arrives, peer)
+        self._engine.at(job.arrived_at, self._arrives, peer)
 
-    monkeypatch.setattr(Pipeline, "_expect", expect_with_an_event)
+    monkeypatch.setattr(Processors, "expect", expect_with_an_event)
     with_events = simulate(scenario)
     assert with_events.num_events > 1.2 * result.num_events
     assert with_events.trace_digest == result.trace_digest
