@@ -47,6 +47,7 @@ class PeerRecord:
     seat: int = 0  # rises with every move: of two records of one peer the higher one counts
     served_s: float = 0.0  # for how long it has been serving this stage
     download_s: float = 0.0  # what fetching this stage's state took
+    down_bytes_per_s: float = 0.0
 
     def as_value(self) -> dict[str, Any]:
         """The directory's form, short keys for small records."""
@@ -64,6 +65,7 @@ class PeerRecord:
             "v": self.seat,
             "n": round(self.served_s, 1),
             "d": round(self.download_s, 1),
+            "w": round(self.down_bytes_per_s),
         }
 
     @classmethod
@@ -86,6 +88,7 @@ class PeerRecord:
                 seat=_count(value["v"]),
                 served_s=_amount(value["n"]),
                 download_s=_amount(value["d"]),
+                down_bytes_per_s=_amount(value["w"]),
             )
         except (KeyError, ValueError):
             return None
@@ -180,6 +183,7 @@ class Neighbours:
                     backward_ms=parsed.backward_ms,
                     queue_ms=parsed.queue_ms,
                     up_bytes_per_s=parsed.up_bytes_per_s,
+                    down_bytes_per_s=parsed.down_bytes_per_s,
                     relayed=parsed.relayed,
                     expires_at=record.expires_at - self._wall_offset_s,
                 )
@@ -198,7 +202,7 @@ class Neighbours:
 def router_options(manifest: Manifest, stage: int, up_bytes_per_s: float = 0.0) -> RouterOptions:
     """For callers of `stage`: what a peer of it receives and sends per microbatch, and the caller's own uplink.
 
-    A peer whose announced uplink cannot carry that as fast as it computes is rated by its link. How long a lossy
+    A peer whose announced links cannot carry that as fast as it computes is rated by them. How long a lossy
     codec's messages are is not known beforehand; then only what is measured counts.
     """
     wire = manifest.wire

@@ -12,6 +12,7 @@ from swarmtrain.chain.neighbours import PeerRecord
 from swarmtrain.model.workload import workload_of
 from swarmtrain.route.moves import Intent
 from swarmtrain.route.rebalance import Member, RebalanceOptions
+from swarmtrain.route.views import narrower
 from swarmtrain.run.manifest import Manifest
 
 INTENT_TOPIC = "moves"
@@ -74,10 +75,10 @@ class Costs:
             return UNKNOWN_SPEED
         return 1000.0 * self.costs[stage] / milliseconds
 
-    def link_rate(self, up_bytes_per_s: float) -> float:
-        """Microbatches per second that an announced uplink carries in an inner stage."""
+    def link_rate(self, bytes_per_s: float) -> float:
+        """Microbatches per second that an announced link carries in an inner stage, each way."""
         num_bytes = 2.0 * self.boundary_bytes
-        return up_bytes_per_s / num_bytes if num_bytes and 0.0 < up_bytes_per_s < math.inf else math.inf
+        return bytes_per_s / num_bytes if num_bytes and 0.0 < bytes_per_s < math.inf else math.inf
 
 
 def with_known_speeds(members: Iterable[Member]) -> list[Member]:
@@ -100,7 +101,7 @@ def members_of(records: Sequence[Mapping[str, PeerRecord]], costs: Costs, now: f
                 peer_id=peer_id,
                 stage=stage,
                 speed=costs.speed(stage, record.forward_ms, record.backward_ms),
-                link_rate=costs.link_rate(record.up_bytes_per_s),
+                link_rate=costs.link_rate(narrower(record.up_bytes_per_s, record.down_bytes_per_s)),
                 state=record.state,
                 pinned=record.pinned,
                 since=now - record.served_s,

@@ -6,6 +6,7 @@ import re
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
+from swarmtrain.route.views import narrower
 from swarmtrain.wire.messages import Enroll, Hop
 
 SILENT_S = 10.0  # a peer that has not shown a sign of life for so long is lost
@@ -24,7 +25,7 @@ class Member:
     state: str
     step: int
     state_digest: str
-    up_bytes_per_s: float
+    link_bytes_per_s: float  # the narrower of its announced links; 0: not announced
     forward_ms: float
     backward_ms: float
     name: str
@@ -82,7 +83,7 @@ class Members:
             state="unknown" if is_deluded else sign.state,
             step=step,
             state_digest=digest,
-            up_bytes_per_s=sign.up_bytes_per_s,
+            link_bytes_per_s=narrower(sign.up_bytes_per_s, sign.down_bytes_per_s),
             forward_ms=sign.forward_ms,
             backward_ms=sign.backward_ms,
             name=sign.name,

@@ -99,6 +99,6 @@ class Moves:
             peer_id=item.peer_id,
             stage=item.stage,
             speed=self._costs.speed(item.stage, item.forward_ms, item.backward_ms),
-            link_rate=self._costs.link_rate(item.up_bytes_per_s),
+            link_rate=self._costs.link_rate(item.link_bytes_per_s),
             state=item.state,
         )

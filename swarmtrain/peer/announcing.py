@@ -68,4 +68,5 @@ class Announcing:
             seat=seat.number,
             served_s=seat.served_s,
             download_s=seat.download_s,
+            down_bytes_per_s=options.max_down_bytes_per_s,
         )

@@ -158,4 +158,5 @@ class Enrolling:
             metrics=self.metrics_at,
             spent=self._observer.spent(),
             seat=self._seat.version,
+            down_bytes_per_s=options.max_down_bytes_per_s,
         )

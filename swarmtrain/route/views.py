@@ -39,6 +39,11 @@ class PeerView:
     expires_at: float = math.inf
 
 
+def narrower(up_bytes_per_s: float, down_bytes_per_s: float) -> float:
+    """Of a peer's announced links, of which a rate of 0 means "not announced"; 0 if neither is."""
+    return min((rate for rate in (up_bytes_per_s, down_bytes_per_s) if rate > 0.0), default=0.0)
+
+
 def _bounded_rate(bytes_per_s: float) -> float:
     return max(bytes_per_s, MIN_RATE) if 0.0 < bytes_per_s < math.inf else math.inf
 

@@ -161,6 +161,7 @@ class Enroll(Message):
     metrics: Annotated[str, MaxLength(80)] = ""  # HOST:PORT where its metrics can be read, or empty
     spent: Annotated[tuple[Seconds, ...], MaxLength(5)] = ()  # seconds: compute, reduce, queue, wire, idle
     seat: Seat = 0  # rises whenever the peer has moved, or has given up a move
+    down_bytes_per_s: Seconds = 0.0
 
 
 @message(kind="seek_stage", priority=Priority.CONTROL)

@@ -300,9 +300,14 @@ def test_a_peer_on_a_slow_link_is_rated_by_its_link() -> None:
     inner, last = router_options(manifest, 1, 1e6), router_options(manifest, 3)
     assert inner.my_up_bytes_per_s == 1e6
     assert inner.bytes_out == 2 * last.bytes_out > 0.0  # two neighbours instead of one
-    views = [PeerView("wide", forward_ms=10.0), PeerView("narrow", forward_ms=10.0, up_bytes_per_s=inner.bytes_out)]
-    wide, narrow = StageSnapshot(views, bytes_in=inner.bytes_in, bytes_out=inner.bytes_out).offers
-    assert narrow.announced_s == pytest.approx(1.0)  # its link takes a second for what it sends per microbatch
+    views = [
+        PeerView("wide", forward_ms=10.0),
+        PeerView("up", forward_ms=10.0, up_bytes_per_s=inner.bytes_out),
+        PeerView("down", forward_ms=10.0, down_bytes_per_s=inner.bytes_in),
+    ]
+    wide, *narrow = StageSnapshot(views, bytes_in=inner.bytes_in, bytes_out=inner.bytes_out).offers
+    for offer in narrow:  # its link takes a second for what it sends, or receives, per microbatch
+        assert offer.announced_s == pytest.approx(1.0)
     assert wide.announced_s == pytest.approx(0.03)
     lossy = preset("nano", ["boundary.kind=dense", "stages.count=4", "wire.forward=quant8"])
     assert router_options(lossy, 1).bytes_out == 0.0

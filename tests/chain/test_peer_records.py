@@ -68,7 +68,7 @@ def test_any_value_of_a_field_is_read_as_it_is_or_voids_the_record(key: str, ite
         assert found.as_value()[key] == item
 
 
-@pytest.mark.parametrize("key", ["f", "b", "q", "u", "n", "d"])
+@pytest.mark.parametrize("key", ["f", "b", "q", "u", "n", "d", "w"])
 @pytest.mark.parametrize("item", [math.nan, math.inf, -math.inf, -1.0, "1", True, None, 10**400])
 def test_a_time_or_rate_that_is_none_voids_the_record(key: str, item: object) -> None:
     assert PeerRecord.from_value({**RECORD.as_value(), key: item}) is None

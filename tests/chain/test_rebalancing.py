@@ -40,10 +40,13 @@ def test_who_has_not_computed_yet_counts_as_usual() -> None:
     assert with_known_speeds([Member("a", 0, 0.0)])[0].speed == 1.0
 
 
-def test_an_announced_uplink_limits_what_a_peer_is_worth() -> None:
-    capped = replace(RECORD, up_bytes_per_s=2000.0)
+@pytest.mark.parametrize(("up", "down"), [(2000.0, 0.0), (0.0, 2000.0), (2000.0, 9000.0), (9000.0, 2000.0)])
+def test_the_narrower_announced_link_limits_what_a_peer_is_worth(up: float, down: float) -> None:
+    (free,) = members_of([{"a": RECORD}, {}], COSTS, now=0.0)
+    capped = replace(RECORD, up_bytes_per_s=up, down_bytes_per_s=down)
     (member,) = members_of([{"a": capped}, {}], COSTS, now=0.0)
     assert member.rate(1.0) == pytest.approx(1.0)
+    assert free.rate(1.0) > 4.0
 
 
 def test_pinned_peers_stay_and_others_go() -> None:

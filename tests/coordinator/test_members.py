@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +23,15 @@ def test_a_sign_of_life_makes_a_member_and_silence_ends_it() -> None:
     assert [member.peer_id for member in members.silent(SILENT_S + 0.1)] == ["p"]
     members.enroll("p", sign(), now=5.0)
     assert members.silent(SILENT_S + 0.1) == []
+
+
+def test_of_the_announced_links_the_narrower_one_counts() -> None:
+    members = Members()
+    for up, down, expected in ((0.0, 0.0, 0.0), (5.0, 0.0, 5.0), (0.0, 7.0, 7.0), (5.0, 7.0, 5.0), (9.0, 7.0, 7.0)):
+        members.enroll("p", replace(sign(), up_bytes_per_s=up, down_bytes_per_s=down), now=0.0)
+        member = members.get("p")
+        assert member is not None
+        assert member.link_bytes_per_s == expected
 
 
 def test_a_restart_is_noticed_and_so_is_another_stage() -> None:

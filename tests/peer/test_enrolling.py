@@ -12,6 +12,7 @@ import pytest
 
 from swarmtrain.observe.events import Events
 from swarmtrain.peer import enrolling
+from swarmtrain.peer.announcing import Announcing
 from swarmtrain.peer.compute import ComputeThread
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.enrolling import Enrolling
@@ -100,6 +101,20 @@ def with_newcomer(manifest: Manifest, main: Callable[[Newcomer], Awaitable[None]
             await compute.stop()
 
     asyncio.run(bounded())
+
+
+def test_a_peer_tells_both_of_its_rate_caps_to_the_coordinator_and_to_its_callers(manifest: Manifest) -> None:
+    async def main(newcomer: Newcomer) -> None:
+        nothing = cast(Any, None)
+        options = PeerOptions(nothing, 0, nothing, max_up_bytes_per_s=5e5, max_down_bytes_per_s=2e6)
+        newcomer.enrolling._options = options
+        told = newcomer.enrolling._sign_of_life()
+        assert (told.up_bytes_per_s, told.down_bytes_per_s) == (5e5, 2e6)
+        host = cast(Any, SimpleNamespace(addresses=list))
+        record = Announcing(newcomer.seat, options, nothing, host, nothing)._record()
+        assert (record.up_bytes_per_s, record.down_bytes_per_s) == (5e5, 2e6)
+
+    with_newcomer(manifest, main)
 
 
 @pytest.fixture
