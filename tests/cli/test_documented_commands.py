@@ -14,7 +14,8 @@ from swarmtrain.cli.main import app
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "docker" / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 ROOT: Any = get_command(app)
-COMMAND = re.compile(r"(?<![\w./-])(?:swarmtrain|scripts/demo)(?= [a-z-])[^`\n]*")
+COMMAND = re.compile(r"(?<![\w./-])(?:swarmtrain|scripts/demo|scripts/sim)(?= [a-z-])[^`\n]*")
+SCRIPTS = {"scripts/demo": "local", "scripts/sim": "sim"}  # and the verb that they run
 END = re.compile(r"\s#|[>&;]|\s\|\s|\)")
 
 
@@ -29,7 +30,8 @@ def commands(text: str) -> list[str]:
 def unknown(command: str) -> list[str]:
     """Words of a command that the program does not know: its verb (`a|b` are several), its options."""
     words = command.replace("[", " ").replace("]", " ").split()
-    words = ["swarmtrain", "local", *words[1:]] if words[0] == "scripts/demo" else words
+    if words[0] in SCRIPTS:
+        words = ["swarmtrain", SCRIPTS[words[0]], *words[1:]]
     wrong: list[str] = []
     for verb in words[1].split("|"):
         if verb not in ROOT.commands and not verb.startswith("--"):
@@ -55,8 +57,9 @@ def test_commands_are_found_and_wrong_ones_seen() -> None:
     assert any(item.startswith("scripts/demo --kill-every") for item in found)
     text = (
         "see `swarmtrain docter`\n\n    swarmtrain join X --stage 3 --gpus 0  # or --cpu\n    scripts/demo --kill 3\n"
+        "    scripts/sim --stages 3 --peer 5\n"
     )
-    assert [unknown(item) for item in commands(text)] == [["--gpus"], ["--kill"], ["docter"]]
+    assert [unknown(item) for item in commands(text)] == [["--gpus"], ["--kill"], ["--peer"], ["docter"]]
     assert [unknown(item) for item in commands("`swarmtrain eval|generate|export X --seed 3`")] == [
         ["--seed", "--seed"]
     ]
