@@ -21,8 +21,8 @@ class WindowOptions:
     initial: int = 2
     minimum: int = 1
     maximum: int = 64
-    grow_below: float = 4.0
-    shrink_above: float = 6.0
+    grow_below: float = 6.0
+    shrink_above: float = 9.0
     base_memory: int = 256  # completions over which the delay without queues is remembered
 
 
