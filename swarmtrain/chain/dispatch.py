@@ -82,8 +82,9 @@ class Dispatcher:
     ) -> Done:
         """Have `work` done by some peer of the stage. `check` raises ValueError for an answer that cannot be right.
 
-        The answer's `waited_s` is at most the time that this took, and includes what went by at a peer that gave `work`
-        away: all of it, since nothing would have gone there and back without a queue.
+        The answer's `waited_s` is at most the time that this took. It includes what went by because everybody was busy,
+        and at peers that said so or gave `work` away: all of it, since nothing would have gone there and back without a
+        queue.
         `sticky` replaces the boundary for one peer, as long as that peer does not refuse it.
         Raises Refusal if the answer would be the same everywhere, or if nobody did it within `deadline_s`.
         """
@@ -91,7 +92,7 @@ class Dispatcher:
         ends_at = loop.time() + deadline_s
         hints = {hop.stage: hop for hop in work.hints}
         tried: set[str] = set()
-        taker, given_s = "", 0.0  # who takes it instead of the one that was asked; what went by until that was said
+        taker, waited_s = "", 0.0  # who takes it instead of the one that was asked; what went by because of queues
         last = "no peer has been found"
         while (left_s := ends_at - loop.time()) > 0:
             pick = self._pick(work, hints, tried, sticky, taker)
@@ -99,8 +100,7 @@ class Dispatcher:
                 tried.clear()
                 await self.neighbours.wait_for_news(min(NEWS_S, left_s))
                 continue
-            if pick.wait_s > 0:
-                await self.neighbours.wait_for_news(min(pick.wait_s, left_s))
+            waited_s += await self._wait_for_room(pick, left_s)
             request = replace(work, hints=tuple(hop for hop in hints.values() if hop.stage > work.stage))
             is_sticky = sticky is not None and pick.peer_id == sticky.peer_id and not sticky.refused
             if sticky is not None and is_sticky:
@@ -111,7 +111,7 @@ class Dispatcher:
                 if sticky is not None:
                     sticky.delivered = is_sticky
                 # What is added up stage by stage must not grow out of what a message may say: nobody could answer then.
-                return replace(done, waited_s=given_s + min(done.waited_s, loop.time() - sent_at))
+                return replace(done, waited_s=waited_s + min(done.waited_s, loop.time() - sent_at))
             except Refusal as refusal:
                 if refusal.code in _FINAL:
                     raise
@@ -119,9 +119,12 @@ class Dispatcher:
                     sticky.refused = True
                     continue
                 last = f"{pick.peer_id[-8:]}: {refusal}"
-                if refusal.code == Code.ELSEWHERE and not work.is_given:
-                    work, taker, given_s = replace(work, is_given=True), refusal.text, loop.time() - sent_at
-                elif refusal.code != Code.BUSY:
+                is_gift = refusal.code == Code.ELSEWHERE and not work.is_given
+                if is_gift:
+                    work, taker = replace(work, is_given=True), refusal.text
+                if is_gift or refusal.code == Code.BUSY:
+                    waited_s += loop.time() - sent_at
+                else:
                     tried.add(pick.peer_id)
             except (NetError, ValueError) as error:
                 tried.add(pick.peer_id)
@@ -136,6 +139,14 @@ class Dispatcher:
         known = [hint.peer_id] if hint is not None else []
         prefer = known + ([sticky.peer_id] if sticky is not None else []) + ([taker] if self._may_take(taker) else [])
         return self.neighbours.router.pick(len(work.boundary) + len(work.tokens), exclude=tried, prefer=prefer)
+
+    async def _wait_for_room(self, pick: Pick, limit_s: float) -> float:
+        """Wait if everybody is busy. How long that took, which news may shorten."""
+        if pick.wait_s <= 0.0:
+            return 0.0
+        began = asyncio.get_running_loop().time()
+        await self.neighbours.wait_for_news(min(pick.wait_s, limit_s))
+        return asyncio.get_running_loop().time() - began
 
     def _may_take(self, taker: str) -> bool:
         """Who asks and does not work must not get all that waits: the givers do not see what becomes of it."""

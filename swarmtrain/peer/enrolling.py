@@ -112,6 +112,7 @@ class Enrolling:
             return
         self._steps.drop_taken_back(answer.term, answer.step)
         self._syncing.check_stuck(answer.step)
+        seat.heard_step(answer.step, holds_sum=self._steps.is_prepared)
         if answer.verdict is Verdict.LEAVE:
             self._leave(answer.reason)
         elif answer.verdict is Verdict.SERVE and context.state in (PeerState.JOINING, PeerState.SYNCING):

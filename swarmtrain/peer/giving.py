@@ -35,7 +35,7 @@ class Giving:
         return Spared(True)
 
     def _would_give(self, hungry: Hungry) -> bool:
-        """Not who leaves: without work in the step it would wait in vain for the step's apply."""
+        """Not who rests or leaves: it answers for what it has."""
         context, codecs = self._context, self._context.jobs.codecs
         is_sticky = codecs.has_sticky_routes or codecs.has_sticky_answers
         if is_sticky or context.state is not PeerState.SERVING:

@@ -20,6 +20,7 @@ class Seat:
         self.announce_now = asyncio.Event()
         self.enroll_now = asyncio.Event()
         self.deserted = asyncio.Event()  # the coordinator has not been heard for long
+        self._unneeded = asyncio.Event()  # nothing that this draining peer has computed can count any more
         self._serving_since: float | None = None
         self._syncing_since = 0.0
         self.download_s = 0.0  # what fetching this stage's state took
@@ -57,8 +58,20 @@ class Seat:
         if _now() - self.context.contact_at > DESERTED_S:
             self.deserted.set()
 
+    def heard_step(self, run_step: int, *, holds_sum: bool) -> None:
+        """The coordinator counts `run_step` applied steps, and has heard that this peer drains.
+
+        Whose microbatches others have done is in no roster, and is not told to apply the step: this is how it learns
+        that its step is over, or was taken back. Who holds the reduced sum is told: a coordinator that was restarted
+        counts a step as soon as it is decided, and this peer may be the only one that can apply it.
+        """
+        context = self.context
+        may_count = len(context.ledger) > 0 and context.step <= run_step <= context.step + holds_sum
+        if context.state is PeerState.DRAINING and not may_count:
+            self._unneeded.set()
+
     async def drained(self, timeout_s: float) -> None:
-        """Wait until what is in the ledger has been applied, within the stated time.
+        """Wait until what is in the ledger has been applied, or the step was done without it; within the stated time.
 
         Not without a coordinator: nobody would apply it, and whoever coordinates later has it computed again.
         """
@@ -67,7 +80,8 @@ class Seat:
             return
         if _now() - context.contact_at <= DESERTED_S:
             self.deserted.clear()  # it was heard since
-        waits = [asyncio.create_task(_passed(context, context.step)), asyncio.create_task(self.deserted.wait())]
+        events = (_passed(context, context.step), self.deserted.wait(), self._unneeded.wait())
+        waits = [asyncio.ensure_future(event) for event in events]
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:

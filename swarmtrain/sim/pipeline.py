@@ -146,6 +146,7 @@ class Pipeline:
         pick = sender.router.pick(self.num_bytes, now, microbatch.exclude)
         if pick is None or pick.wait_s > 0.0:
             microbatch.exclude = frozenset()
+            microbatch.queue_s += 0.0 if pick is None else pick.wait_s  # as the daemons count it
             self.meters.count("nobody to ask" if pick is None else "all busy", now)
             self.engine.after(NOBODY_RETRY_S if pick is None else pick.wait_s, self._send, microbatch, stage, sender)
             return
@@ -193,6 +194,8 @@ class Pipeline:
         sender = job.sender
         assert sender is not None  # only replays have none
         back_s = peer.latency_s + sender.latency_s + self._backbone_latency_s
+        if why == "busy":
+            job.microbatch.queue_s += self.engine.now + back_s - job.sent_at  # the detour, as the daemons count it
         self.engine.after(back_s, self._refused, job.microbatch, job.stage, sender, peer, job.token, why)
 
     def _refused(
@@ -209,7 +212,8 @@ class Pipeline:
             else:
                 self.processors.receive(peer)
                 sender.router.busy(peer.peer_id, peer.queue_s(self._costs[stage]) * 0.5)
-        microbatch.exclude |= {peer.peer_id}
+        if why != "busy":  # who has room later is waited for, as by the daemons
+            microbatch.exclude |= {peer.peer_id}
         microbatch.route[stage] = None
         # Whoever waits for it now: the sender may have died and been replaced since.
         caller = microbatch.route[stage - 1]

@@ -92,7 +92,7 @@ class Done(Message):
     backward_s: Seconds
     gradient: Annotated[Blob, MaxLength(256 * MIB)]  # empty for stage 0 and for validation
     load_s: Seconds = 0.0  # both passes of everything that the callee holds now
-    waited_s: Seconds = 0.0  # in queues, here and further down, with those of peers that gave it away
+    waited_s: Seconds = 0.0  # in queues and for room in them, here and further down, also where it was given away
 
 
 class Phase(StrEnum):

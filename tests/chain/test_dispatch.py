@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from net.helpers import until
 from swarmtrain.chain.dispatch import MAX_TAKEN, REST_S, Dispatcher, _Watch
 from swarmtrain.chain.neighbours import router_options
 from swarmtrain.net.errors import CallRefused, CallTimeout, LinkClosed, PeerUnreachable, Refusal
+from swarmtrain.route.router import Router
 from swarmtrain.route.views import PeerView, Pick, StageSnapshot
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Work
@@ -190,6 +192,64 @@ def test_what_went_by_at_a_giver_was_waited_and_nobody_has_waited_longer_than_it
     run(main())
 
 
+@pytest.mark.parametrize("waited", [0.0, 1e9])
+def test_what_went_by_because_everybody_was_busy_was_waited(waited: float) -> None:
+    """`waited`: as the one that has room at last says of itself, whom nobody believes more than it took."""
+
+    async def main() -> None:
+        dispatcher, node, neighbours = dispatch({})
+        loop = asyncio.get_running_loop()
+        neighbours.router = Router(clock=loop.time, rng=random.Random(0))
+        neighbours.router.update_peers([PeerView("a", 2), PeerView("b", 2)])
+        asked_s, paused_s = list[float](), list[float]()
+
+        async def call(peer: str, work: Work, deadline_s: float, on_progress: Any, *, expect: type[Done]) -> Done:
+            began = loop.time()
+            await asyncio.sleep(0.01)  # the way there and back
+            asked_s.append(loop.time() - began)
+            if len(asked_s) < 5:
+                raise CallRefused(Code.BUSY, retry_after_s=0.05)
+            return replace(DONE, waited_s=waited)
+
+        async def wait_for_news(timeout_s: float) -> None:
+            began = loop.time()
+            await asyncio.sleep(timeout_s)
+            paused_s.append(loop.time() - began)
+
+        node.call, neighbours.wait_for_news = call, wait_for_news  # type: ignore[method-assign]
+        began = loop.time()
+        done = await dispatcher.call(WORK, deadline_s=10, check=accept)
+        total_s = loop.time() - began
+        assert len(asked_s) == 5
+        assert paused_s
+        in_vain_s = sum(asked_s[:-1]) + sum(paused_s)
+        if waited:
+            assert in_vain_s + asked_s[-1] <= done.waited_s <= total_s
+        else:
+            assert in_vain_s <= done.waited_s <= total_s - asked_s[-1]
+
+    run(main())
+
+
+def test_what_went_by_because_nobody_was_there_or_somebody_failed_was_not_waited() -> None:
+    """More under way would do no harm there."""
+
+    async def main() -> None:
+        peers = list[str]()
+        dispatcher, node, neighbours = dispatch({"a": LinkClosed("it died"), "b": good}, peers)
+        neighbours.router = FakeRouter(peers)
+
+        async def wait_for_news(timeout_s: float) -> None:
+            await asyncio.sleep(0.01)
+            peers.extend(["a", "b"])
+
+        neighbours.wait_for_news = wait_for_news
+        assert (await dispatcher.call(WORK, deadline_s=10, check=accept)).waited_s == 0.0
+        assert [peer for peer, _ in node.calls] == ["a", "b"]
+
+    run(main())
+
+
 @pytest.mark.parametrize("does_its_forward", [False, True])
 def test_a_taker_that_does_nothing_does_not_get_everything(does_its_forward: bool) -> None:
     async def main() -> None:
@@ -337,7 +397,7 @@ def test_a_busy_peer_is_not_given_up() -> None:
             return DONE
 
         dispatcher, node, neighbours = dispatch({"a": busy_once})
-        assert await dispatcher.call(WORK, deadline_s=10, check=accept) == DONE
+        assert but_for_waits(await dispatcher.call(WORK, deadline_s=10, check=accept)) == DONE
         assert [peer for peer, _ in node.calls] == ["a", "a"]
         assert ("busy", "a") in neighbours.router.told
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,8 @@ from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.lease import Leases, Room
 from swarmtrain.net.errors import CallRefused, Refusal
+from swarmtrain.route.router import Router
+from swarmtrain.route.views import PeerView
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Code, Done, Enroll, Hop, Phase, Progress, Work
 from swarmtrain.wire.schema import Message
@@ -59,6 +62,17 @@ class Sharing(Pipeline):
         return Done(1.0, ROUTE, 0.0, 0.0, 0.0, b"")
 
 
+class Full(Pipeline):
+    """As much of a node as calling needs: the only peer of the stage, which is busy while it has two microbatches."""
+
+    async def call(  # type: ignore[override]
+        self, peer_id: str, work: Work, deadline_s: float, on_progress: Callable[[Message], None], *, expect: type[Done]
+    ) -> Done:
+        if self.num_inside == 2:
+            raise CallRefused(Code.BUSY, retry_after_s=self._delay_s)
+        return await super().call(work)
+
+
 def leases_over(pipeline: Pipeline | Dispatcher, num_peers: int) -> Leases:
     manifest = preset("nano", [f"batch.microbatches_per_step={NUM_MICROBATCHES}", f"stages.count={NUM_STAGES}"])
     sampler = SimpleNamespace(microbatch=lambda step, index: np.zeros((1, 2)))
@@ -97,6 +111,21 @@ def test_time_in_the_queue_of_a_peer_that_gives_its_work_away_is_no_distance() -
     node = asyncio.run(main())
     assert sorted(node.seen) == list(range(NUM_MICROBATCHES))
     assert 6 <= node.most_inside <= 20
+
+
+def test_time_in_which_everybody_is_busy_is_no_distance() -> None:
+    async def main() -> tuple[Full, int]:
+        loop = asyncio.get_running_loop()
+        node, router = Full(0.005, 0.0), Router(clock=loop.time, rng=random.Random(0))
+        router.update_peers([PeerView("only")])
+        neighbours = SimpleNamespace(router=router, wait_for_news=asyncio.sleep, observe_link=lambda peer_id: None)
+        leases = leases_over(Dispatcher(cast(Any, node), cast(Any, neighbours)), num_peers=3)
+        await leases.run(0, StepBooks(NUM_STAGES, NUM_MICROBATCHES))
+        return node, leases.window()
+
+    node, window = asyncio.run(main())
+    assert sorted(node.seen) == list(range(NUM_MICROBATCHES))
+    assert 6 <= window <= 30
 
 
 def test_a_failed_lease_ends_the_step_although_others_wait_for_room() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from swarmtrain.chain.dispatch import Dispatcher
-from swarmtrain.net.errors import Refusal
+from swarmtrain.net.errors import CallRefused, Refusal
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.ledger import Entry
@@ -61,8 +61,12 @@ class Below:
         self._jobs = jobs_of(manifest, 1)
         self.before: Callable[[], Awaitable[None]] | None = None
         self.waited_s = 0.0  # as it says
+        self.num_refusals = 0  # so often it is busy
 
     async def call(self, peer_id: str, work: Work, deadline_s: float, progress: object, *, expect: object) -> Done:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            raise CallRefused(Code.BUSY, retry_after_s=0.02)
         entry = Entry(work.microbatch, work.tokens, work.boundary, generation=self._jobs.generation)
         outcome = self._jobs.forward(entry, work.step)
         if self.before is not None:
@@ -78,7 +82,10 @@ class First:
         loop = asyncio.get_running_loop()
         self.router = Router(clock=loop.time, rng=cast(Any, SimpleNamespace(random=lambda: 1.0)))
         self.router.update_peers([PeerView("below", 1)])
-        neighbours = SimpleNamespace(router=self.router, observe_link=lambda peer_id: None)
+        self.paused_s = 0.0  # because everybody below was busy
+        neighbours = SimpleNamespace(
+            router=self.router, observe_link=lambda peer_id: None, wait_for_news=self._wait_for_news
+        )
         node = cast(
             Any, SimpleNamespace(peer_id="p", call=self.below.call, backlog_bytes=lambda: 1 << 40, estimate=unmeasured)
         )
@@ -89,6 +96,11 @@ class First:
         )
         self.context.state = PeerState.SERVING
         self._manifest, self._microbatches = manifest, Microbatches(self.context)
+
+    async def _wait_for_news(self, timeout_s: float) -> None:
+        began = asyncio.get_running_loop().time()
+        await asyncio.sleep(timeout_s)
+        self.paused_s += asyncio.get_running_loop().time() - began
 
     async def _is_coordinator(self, peer_id: str) -> bool:
         return True
@@ -146,6 +158,18 @@ def test_one_that_says_to_have_waited_for_ever_does_not_keep_its_caller_from_ans
         for told in (answer, await first.work()):  # once more: from the ledger
             encode(told)
             assert told.waited_s <= took_s
+
+    run_with(First, manifest, main)
+
+
+def test_waiting_for_a_next_stage_that_is_busy_is_told_to_who_called(manifest: Manifest) -> None:
+    async def main(first: First) -> None:
+        first.below.num_refusals = 3
+        began = asyncio.get_running_loop().time()
+        answer = await first.work()
+        took_s = asyncio.get_running_loop().time() - began
+        assert first.below.num_refusals == 0
+        assert 0.0 < first.paused_s <= answer.waited_s <= took_s
 
     run_with(First, manifest, main)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from swarmtrain.peer.announcing import Announcing
 from swarmtrain.peer.compute import ComputeThread
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.enrolling import Enrolling
+from swarmtrain.peer.ledger import Ledger
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.peer.seat import Seat
 from swarmtrain.peer.steps import Ready, Steps
@@ -76,7 +77,24 @@ class Newcomer:
         self.answer = answer
         await self.enrolling._show_life("coordinator")
 
-    @asynccontextmanager
+    async def serves(self, step: int) -> None:
+        """It serves at `step`, with a microbatch in its ledger."""
+        await self.hears(SERVE)
+        self.context.ledger = Ledger(step)
+        self.context.ledger.open(0, b"", b"")
+
+    @contextlib.asynccontextmanager
+    async def drains(self) -> AsyncIterator[asyncio.Task[None]]:
+        """It waits until what it has in its ledger is applied."""
+        self.context.become(PeerState.DRAINING)
+        task = asyncio.create_task(self.seat.drained(3600.0))
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
     async def showing_life(self) -> AsyncIterator[None]:
         """It shows signs of life as it does in a run."""
         link = SimpleNamespace(peer_id="coordinator", wants_look=False)
@@ -236,5 +254,83 @@ def test_a_newcomer_does_not_follow_decisions_that_were_taken_back(
         assert newcomer.syncing._task is not None
         assert await newcomer.syncing._task
         assert newcomer.context.step == jobs.worker.state.step == reached
+
+    with_newcomer(manifest, main)
+
+
+def at_step(step: int, term: int = 2) -> Enrolled:
+    """What a peer that drains hears of a run at this step."""
+    return Enrolled(term, step, Verdict.WAIT, "", 0, "", ())
+
+
+async def is_over_soon(task: asyncio.Task[None]) -> bool:
+    """Whether it ends by what has happened already: every task gets its turn some times."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return task.done()
+
+
+@pytest.mark.parametrize(
+    ("run_step", "holds_sum", "goes"),
+    [
+        (3, False, False),  # somebody may still die, and then its work counts
+        (3, True, False),
+        (4, False, True),  # done without it
+        (4, True, False),  # decided perhaps, and applied by nobody yet
+        (5, True, True),
+        (2, False, True),  # the run went back
+        (2, True, True),
+    ],
+)
+def test_who_drains_goes_when_its_step_is_over_without_it_and_not_while_its_work_may_count(
+    manifest: Manifest, run_step: int, holds_sum: bool, goes: bool
+) -> None:
+    async def main(peer: Newcomer) -> None:
+        await peer.serves(3)
+        if holds_sum:
+            total = peer.context.jobs.worker.reduced_sum()
+            peer.steps._ready[3] = Ready(Reduced(total, lambda: None), "sum", frozenset({0}))
+        async with peer.drains() as draining:
+            await peer.hears(at_step(run_step))
+            assert await is_over_soon(draining) == goes
+            await peer.context.enter_step(4)  # its step is applied here as well
+            await draining
+
+    with_newcomer(manifest, main)
+
+
+def test_who_drains_goes_when_all_that_it_had_came_to_nothing(manifest: Manifest) -> None:
+    async def main(peer: Newcomer) -> None:
+        await peer.serves(3)
+        async with peer.drains() as draining:
+            assert not await is_over_soon(draining)
+            entry = peer.context.ledger.get(0)
+            assert entry is not None
+            peer.context.ledger.drop(entry)
+            await peer.hears(at_step(3))
+            await draining
+
+    with_newcomer(manifest, main)
+
+
+def test_who_drains_does_not_go_by_an_answer_to_what_it_said_before(manifest: Manifest) -> None:
+    """It may have applied a step before the coordinator counted it; or the answer comes from a former term."""
+
+    async def main(peer: Newcomer) -> None:
+        await peer.serves(3)
+        async with contextlib.AsyncExitStack() as stack:
+            tasks = list[asyncio.Task[None]]()
+
+            async def begins_to_drain() -> None:
+                tasks.append(await stack.enter_async_context(peer.drains()))
+
+            peer.on_sign = begins_to_drain
+            await peer.hears(at_step(2))
+            assert not await is_over_soon(tasks[0])
+            peer.on_sign = None
+            await peer.hears(at_step(4, term=1))
+            assert not await is_over_soon(tasks[0])
+            await peer.hears(at_step(4))
+            await tasks[0]
 
     with_newcomer(manifest, main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -119,16 +120,45 @@ def test_a_slow_uplink_limits_its_machine_as_the_bound_says() -> None:
     assert result.throughput == pytest.approx(0.05, rel=0.06)
 
 
+def tell_of_finished(simulation: Simulation, tell: Callable[[Microbatch, float], None]) -> None:
+    """`tell` is called with every microbatch that comes back, and when."""
+    meters_finished = simulation.meters.finished
+
+    def finished(microbatch: Microbatch, now: float) -> None:
+        tell(microbatch, now)
+        meters_finished(microbatch, now)
+
+    simulation.meters.finished = finished  # type: ignore[method-assign]
+
+
+def test_what_is_not_waited_is_computing_and_distance_also_where_everybody_is_busy() -> None:
+    """The window would take the rest for distance, and everybody would be busier."""
+    wide, speeds = 1e12, (1.0, 0.5, 0.25)
+    layout = tuple(
+        PeerSpec(speed=speed, stage=stage, up_bytes_per_s=wide, down_bytes_per_s=wide)
+        for stage, speed in enumerate(speeds)
+        for _ in range(4)
+    )
+    machines = QUIET.with_(num_peers=12, layout=layout, rebalance="none", compute_jitter=0.0, num_asked=0)
+
+    def run_with(queue_limit: int) -> tuple[list[float], Result]:
+        simulation, rests = Simulation(machines.with_(queue_limit=queue_limit)), list[float]()
+        tell_of_finished(simulation, lambda item, now: rests.append(now - item.started_at - item.queue_s))
+        return rests, simulation.run()
+
+    computing_s = sum(1.0 / speed for speed in speeds)
+    (unhindered, free), (rests, busy) = run_with(1000), run_with(4)
+    assert "all busy" not in free.events
+    assert busy.events["all busy"] > len(rests)
+    assert computing_s < unhindered[0] < 1.1 * computing_s
+    assert max(*unhindered, *rests) == pytest.approx(min(*unhindered, *rests), rel=1e-2)
+    assert busy.mean_delay_s < 1.2 * free.mean_delay_s
+
+
 def all_finished_microbatches(scenario: Scenario) -> tuple[list[Microbatch], Simulation, Result]:
     simulation = Simulation(scenario)
     finished: list[Microbatch] = []
-    meters_finished = simulation.meters.finished
-
-    def record(microbatch: Microbatch, now: float) -> None:
-        finished.append(microbatch)
-        meters_finished(microbatch, now)
-
-    simulation.meters.finished = record  # type: ignore[method-assign]
+    tell_of_finished(simulation, lambda microbatch, now: finished.append(microbatch))
     return finished, simulation, simulation.run()
 
 

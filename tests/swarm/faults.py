@@ -23,9 +23,9 @@ def open_ended(*overrides: str) -> Manifest:
     return three_stages("schedule.steps=5000", "checkpoint.every=10", "checkpoint.keep=500", *overrides)
 
 
-def start_armed(swarm: Swarm, stage: int, faults: str) -> Daemon:
+def start_armed(swarm: Swarm, stage: int, faults: str, *extra: str) -> Daemon:
     """A peer that breaks as `faults` says."""
-    return swarm.start_peer(stage, "--enable-test-faults", environment={"SWARMTRAIN_FAULTS": faults})
+    return swarm.start_peer(stage, "--enable-test-faults", *extra, environment={"SWARMTRAIN_FAULTS": faults})
 
 
 def restart_coordinator(swarm: Swarm, faults: str = "") -> Daemon:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -11,7 +12,18 @@ from swarmtrain.coordinator.journal import Journal
 from swarmtrain.model.buffers import StateLayout
 
 from .comparison import References, assert_equals_reference, end_and_compare
-from .faults import NUM_STAGES, hold, last_step, open_ended, release, start_armed, three_stages, wait_killed, wait_phase
+from .faults import (
+    NUM_STAGES,
+    hold,
+    last_step,
+    open_ended,
+    release,
+    start_armed,
+    three_stages,
+    wait_killed,
+    wait_phase,
+    wait_stopped,
+)
 from .harness import PATIENCE, Daemon, Swarm, ask_daemon, swarmtrain, until
 
 pytestmark = pytest.mark.swarm
@@ -191,6 +203,34 @@ def test_a_drained_peer_answers_for_its_work_and_leaves_with_exit_code_zero(plac
         end_and_compare(swarm, reference)
         lost = [event for event in swarm.events("work_replayed") if event["at"] >= asked_at]
         assert not lost, "what a drained peer had was lost"
+
+
+def test_who_drains_with_work_that_others_have_done_goes_when_its_step_is_applied_without_it(place: Path) -> None:
+    """It stood still with all that it had finished until the run had gone on without it."""
+    manifest = open_ended("batch.microbatches_per_step=60")
+    with Swarm(manifest, place, num_peers=2, min_peers=NUM_STAGES + 1) as swarm:
+        gate, slow = swarm.peers[0], {"SWARMTRAIN_PACE": "0.1:0"}  # a step takes seconds: it can be held in the middle
+        swarm.start_peer(2, "--enable-test-faults", environment=slow)
+        leaving = start_armed(swarm, 1, "before-answer:1:stop", "--drain-timeout", "3600")
+        wait_stopped(swarm, leaving, "before-answer")
+        hold(gate)
+        identity = swarm.wait(leaving, "phase_reached", phase="identity")["detail"]
+        swarm.wait(swarm.coordinator, "peer_lost", peer=identity)
+        until(lambda: gate.status()["open_microbatches"] == 0, "others have done what it had")
+        leaving.resume()
+        swarm.wait_until(lambda: len(swarm.events("peer_joined", peer=identity)) == 2, "it is heard again")
+        until(lambda: leaving.status()["microbatches"] > 0, "it has finished work")
+        leaving.process.send_signal(signal.SIGTERM)
+        swarm.wait(leaving, "phase_reached", phase="draining")
+        assert last_step(swarm) == 0
+        assert not leaving.has("phase_reached", phase="gone")
+        release(gate)
+        swarm.wait(leaving, "phase_reached", phase="gone")
+        assert leaving.process.wait(30 * PATIENCE) == 0
+        swarm.wait_step(1)
+        with Journal(swarm.coordinator_dir / "journal.sqlite", read_only=True) as journal:
+            decision, _ = next(iter(journal.decisions()))
+        assert identity not in [peer for peer, _ in decision.entries[1]]
 
 
 def test_a_paused_peer_takes_no_work_gives_its_state_and_is_resumed(place: Path, reference: References) -> None:
