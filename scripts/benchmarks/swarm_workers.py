@@ -114,7 +114,7 @@ async def our_reducer(options: dict[str, Any]) -> None:
             host.learn(command["addresses"])
             return {}
         peers = command["peers"]
-        owned = owned_elements(options["size"], [0.0] * len(peers))
+        owned = owned_elements(options["size"], [(0.0, 0.0)] * len(peers))
         roster = tuple(RosterEntry(peer, "", b"\0\0\0\0", count) for peer, count in zip(peers, owned, strict=True))
         started = time.perf_counter()
         reduction = Reduction(node, Prepare("bench", 0, 0, 0, command["attempt"], roster), share)

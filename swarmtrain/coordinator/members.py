@@ -6,7 +6,7 @@ import re
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from swarmtrain.route.views import narrower
+from swarmtrain.route.views import MIN_RATE
 from swarmtrain.wire.messages import Enroll, Hop
 
 SILENT_S = 10.0  # a peer that has not shown a sign of life for so long is lost
@@ -25,7 +25,8 @@ class Member:
     state: str
     step: int
     state_digest: str
-    link_bytes_per_s: float  # the narrower of its announced links; 0: not announced
+    up_bytes_per_s: float  # announced; 0: not, as of the other one
+    down_bytes_per_s: float
     forward_ms: float
     backward_ms: float
     name: str
@@ -58,6 +59,11 @@ class Member:
         return self.peer_id, self.incarnation
 
 
+def _bounded(rate: float) -> float:
+    """No line is so slow that what it would own of a gradient cannot be computed."""
+    return max(rate, MIN_RATE) if rate > 0.0 else 0.0
+
+
 class Members:
     """Who is there."""
 
@@ -83,7 +89,8 @@ class Members:
             state="unknown" if is_deluded else sign.state,
             step=step,
             state_digest=digest,
-            link_bytes_per_s=narrower(sign.up_bytes_per_s, sign.down_bytes_per_s),
+            up_bytes_per_s=_bounded(sign.up_bytes_per_s),
+            down_bytes_per_s=_bounded(sign.down_bytes_per_s),
             forward_ms=sign.forward_ms,
             backward_ms=sign.backward_ms,
             name=sign.name,

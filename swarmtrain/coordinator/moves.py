@@ -15,6 +15,7 @@ from swarmtrain.net.errors import Refusal
 from swarmtrain.observe.events import MoveGranted, MoveRefused
 from swarmtrain.route.moves import LeaveRequest, MoveArbiter
 from swarmtrain.route.rebalance import Member, stage_capacities
+from swarmtrain.route.views import narrower
 from swarmtrain.wire.messages import AskMove, Code, MoveAnswered, SeekStage, StageFound
 
 RESERVED_S = 120.0  # how long a peer that was sent somewhere is counted there before it has shown up
@@ -99,6 +100,6 @@ class Moves:
             peer_id=item.peer_id,
             stage=item.stage,
             speed=self._costs.speed(item.stage, item.forward_ms, item.backward_ms),
-            link_rate=self._costs.link_rate(item.link_bytes_per_s),
+            link_rate=self._costs.link_rate(narrower(item.up_bytes_per_s, item.down_bytes_per_s)),
             state=item.state,
         )

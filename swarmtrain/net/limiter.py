@@ -20,6 +20,7 @@ from swarmtrain.wire.limits import Priority
 BURST_S = 0.2  # unused rate that is kept for later: bridges the lateness of timers
 HEADERS = 0.05  # of TCP, IP and the encryption, relative to what this program sees of its traffic: they count as well
 LOW_SHARE = 16  # one grant in so many goes to the least urgent, so that nothing starves for ever
+MAX_RATE = 1e12  # bytes per second that a cap may name; what is announced must fit a message
 _GRANT_S = 0.05  # at low rates a grant is this much of a second, so that control frames need not wait long
 _MIN_GRANT_BYTES = 2048
 
@@ -194,5 +195,9 @@ def parse_rate(text: str) -> float:
     match = _RATE.fullmatch(text.strip())
     if match is None or float(match["number"]) <= 0:
         raise UsageError(f"{text!r} is not a rate", fix="write it as 20mbit, 2.5MB/s or 512KiB/s")
-    unit = match["unit"].lower()
-    return float(match["number"]) * {**_UNITS, **_BINARY_UNITS}[unit]
+    rate = float(match["number"]) * {**_UNITS, **_BINARY_UNITS}[match["unit"].lower()]
+    if rate > MAX_RATE:
+        raise UsageError(
+            f"{text[:40]!r} is more than any line carries", fix="leave the option out: then there is no cap"
+        )
+    return rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,15 +19,17 @@ class Piece:
     stop: int
 
 
-def owned_elements(size: int, bytes_per_s: Sequence[float]) -> list[int]:
-    """How many elements each peer owns, so that the reduction ends soonest; bandwidths of 0 mean unknown.
+def owned_elements(size: int, up_and_down: Sequence[tuple[float, float]]) -> list[int]:
+    """How many elements each peer owns, so that the reduction ends soonest; from bytes per second up and down.
 
     With n peers, one that owns the share s moves 1 + (n - 2) s gradients: its own to the other owners and the sums
     back, and s for each of the others in both ways. The slowest peer's time for that is made as short as it can be.
+    Rates of 0 are unknown. An unknown uplink is taken for a usual one: uplinks are what is scarce, so a wide downlink
+    alone says nothing, and a narrow one does.
     """
-    known = [rate for rate in bytes_per_s if rate > 0]
+    known = [up for up, _ in up_and_down if up > 0] or [down for _, down in up_and_down if down > 0]
     usual = sum(known) / len(known) if known else 1.0
-    shares = _shares([rate if rate > 0 else usual for rate in bytes_per_s])
+    shares = _shares([min(up or usual, down or math.inf) for up, down in up_and_down])
     owned = [int(size * share) for share in shares]
     owned[shares.index(max(shares))] += size - sum(owned)
     return owned

@@ -88,7 +88,7 @@ class FinishTimePolicy:
         """Predicted finish: own backlog on the link + transfer + half a round trip + its queue + its forward."""
         if known is None:
             known = self._newcomer(offer)
-        if known is self._stranger:
+        if known is self._stranger:  # the same sum, of what records say: most of a large stage are strangers
             half_a_round_trip_s = 0.5 * self._options.default_rtt_s
             predicted_s = num_bytes / self._prior(offer) + half_a_round_trip_s + offer.queue_s + offer.forward_s
         else:
@@ -192,7 +192,8 @@ class FinishTimePolicy:
         """A usable one, with a probability proportional to its service rate for this sender.
 
         Drawn by the announced rates and accepted by how the own estimate compares with the announcement, which needs no
-        pass over all peers; after some misses one pass is made, with the same distribution.
+        pass over all peers; after some misses one pass is made, with the same distribution. Who is usable is decided as
+        by `PeerTable.is_usable`, but with one look at the troubles for all that they are asked: nothing is as hot.
         """
         table, random_ = self._table, self._rng.random
         snapshot, estimates, troubles = table.snapshot, table.estimates, table.troubles

@@ -40,7 +40,7 @@ class PeerView:
 
 
 def narrower(up_bytes_per_s: float, down_bytes_per_s: float) -> float:
-    """Of a peer's announced links, of which a rate of 0 means "not announced"; 0 if neither is."""
+    """What a peer's announced links carry both ways at most; 0 means "not announced"."""
     return min((rate for rate in (up_bytes_per_s, down_bytes_per_s) if rate > 0.0), default=0.0)
 
 

@@ -26,6 +26,7 @@ Seat = Annotated[int, Range(0, 2**53)]
 Digest = Annotated[str, MaxLength(64)]
 Incarnation = Annotated[str, MaxLength(32)]
 Seconds = Annotated[float, Range(0.0, 1e9)]
+Rate = Annotated[float, Range(0.0, 1e15)]  # bytes per second; 0: not announced
 Text = Annotated[str, MaxLength(1024)]
 
 
@@ -155,13 +156,13 @@ class Enroll(Message):
     forward_ms: Seconds
     backward_ms: Seconds
     queue_ms: Seconds
-    up_bytes_per_s: Seconds
+    up_bytes_per_s: Rate
     name: Annotated[str, MaxLength(64)]
     version: Annotated[str, MaxLength(32)]
     metrics: Annotated[str, MaxLength(80)] = ""  # HOST:PORT where its metrics can be read, or empty
     spent: Annotated[tuple[Seconds, ...], MaxLength(5)] = ()  # seconds: compute, reduce, queue, wire, idle
     seat: Seat = 0  # rises whenever the peer has moved, or has given up a move
-    down_bytes_per_s: Seconds = 0.0
+    down_bytes_per_s: Rate = 0.0
 
 
 @message(kind="seek_stage", priority=Priority.CONTROL)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from dataclasses import fields
-from typing import Any
+import time
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.chain.neighbours import PeerRecord
+from swarmtrain.chain.neighbours import Neighbours, PeerRecord
+from swarmtrain.route.policies import RouterOptions
+from swarmtrain.route.views import StageSnapshot
 
 RECORD = PeerRecord("serving", 7, "life", 1.5, 2.5, 0.0, 1e6, False, ("/ip4/10.0.0.1/tcp/1/p2p/x",))
 JSON = st.recursive(
@@ -22,6 +27,27 @@ JSON = st.recursive(
 
 def test_what_was_announced_is_read() -> None:
     assert PeerRecord.from_value(RECORD.as_value()) == RECORD
+
+
+def test_the_router_sees_what_was_announced_of_lines() -> None:
+    async def main() -> StageSnapshot:
+        host = SimpleNamespace(peer_id="me", learn=lambda addresses, of: None)
+        node = SimpleNamespace(forgive=lambda peer_id: None)
+        options = RouterOptions(bytes_in=1e6, bytes_out=1e6)
+        neighbours = Neighbours(2, cast(Any, host), cast(Any, node), cast(Any, None), options=options)
+        lines = {"free": (0.0, 0.0), "up": (1e5, 0.0), "down": (0.0, 1e5)}
+        records = {
+            name: replace(RECORD, up_bytes_per_s=up, down_bytes_per_s=down).as_value()
+            for name, (up, down) in lines.items()
+        }
+        found = {name: SimpleNamespace(value=value, expires_at=time.time() + 60.0) for name, value in records.items()}
+        neighbours._take(cast(Any, found))
+        return neighbours.router._table.snapshot
+
+    offers = {offer.peer_id: offer for offer in asyncio.run(main()).offers}
+    assert not offers["free"].link_bound
+    for name in ("up", "down"):
+        assert offers[name].announced_s == pytest.approx(10.0)
 
 
 def test_a_field_that_is_missing_or_of_another_kind_voids_the_record() -> None:

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmtrain.coordinator.members import MAX_EXCLUDED, SILENT_S, Members
+from swarmtrain.reduce.partition import owned_elements
+from swarmtrain.route.views import MIN_RATE
 from swarmtrain.wire.messages import Enroll, Hop
 
 
@@ -25,13 +27,19 @@ def test_a_sign_of_life_makes_a_member_and_silence_ends_it() -> None:
     assert members.silent(SILENT_S + 0.1) == []
 
 
-def test_of_the_announced_links_the_narrower_one_counts() -> None:
+@pytest.mark.parametrize(("announced", "taken"), [(0.0, 0.0), (5e6, 5e6), (5e-324, MIN_RATE), (1e15, 1e15)])
+def test_announced_rates_are_taken_as_they_are_and_never_too_small_to_reckon_with(
+    announced: float, taken: float
+) -> None:
     members = Members()
-    for up, down, expected in ((0.0, 0.0, 0.0), (5.0, 0.0, 5.0), (0.0, 7.0, 7.0), (5.0, 7.0, 5.0), (9.0, 7.0, 7.0)):
-        members.enroll("p", replace(sign(), up_bytes_per_s=up, down_bytes_per_s=down), now=0.0)
-        member = members.get("p")
-        assert member is not None
-        assert member.link_bytes_per_s == expected
+    members.enroll("p", replace(sign(), up_bytes_per_s=announced, down_bytes_per_s=3e6), now=0.0)
+    members.enroll("q", replace(sign(), up_bytes_per_s=3e6, down_bytes_per_s=announced), now=0.0)
+    p, q = members.get("p"), members.get("q")
+    assert p is not None
+    assert q is not None
+    assert (p.up_bytes_per_s, p.down_bytes_per_s) == (taken, 3e6)
+    assert (q.up_bytes_per_s, q.down_bytes_per_s) == (3e6, taken)
+    assert sum(owned_elements(1000, [(item.up_bytes_per_s, item.down_bytes_per_s) for item in (p, q)])) == 1000
 
 
 def test_a_restart_is_noticed_and_so_is_another_stage() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -62,6 +63,16 @@ def test_a_newcomer_goes_to_the_weakest_stage_that_it_can_host() -> None:
     assert seek(moves, "e", 0, 1) == 0
     with pytest.raises(Refusal):
         seek(moves, "f", 7)
+
+
+@pytest.mark.parametrize("line", ["up_bytes_per_s", "down_bytes_per_s"])
+def test_a_stage_whose_peer_has_a_narrow_line_needs_help_first(line: str) -> None:
+    moves = make()
+    for stage, rate in enumerate((1e9, 1e4, 1e9)):
+        announced: dict[str, Any] = {line: rate}
+        sign = replace(SIGN, stage=stage, forward_ms=10.0, backward_ms=20.0, **announced)
+        moves._context.members.enroll(f"p{stage}", sign, 0.0)
+    assert seek(moves, "new") == 1
 
 
 def test_only_one_of_two_gets_permission_for_the_same_gap() -> None:

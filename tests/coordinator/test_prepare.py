@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -36,8 +37,9 @@ class Peers:
         self.asked.append((peer_id, request))
         return Prepared(1.0, "sum", "")
 
-    async def enroll(self, peer_id: str, state: str) -> Verdict:
+    async def enroll(self, peer_id: str, state: str, **changes: Any) -> Verdict:
         sign = Enroll("run", STAGE, state, "1", self.context.step, "digest", 0.0, 0.0, 0.0, 0.0, "", "")
+        sign = replace(sign, **changes)
         return (await Enrolment(self.context, lambda member: None).enroll(sign, peer_id)).verdict
 
     def answer(self, peer_id: str, *microbatches: int) -> None:
@@ -81,6 +83,21 @@ def test_who_was_told_to_serve_takes_part_with_its_work_before_it_has_said_that_
         assert not prepared.listeners
         assert [peer for peer, _ in peers.asked] == ["new", "old"]
         assert work_in(peers.asked[0][1]) == [("new", [2, 3], True), ("old", [0, 1], True)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("line", ["up_bytes_per_s", "down_bytes_per_s"])
+def test_who_announces_a_narrow_line_adds_up_less(line: str) -> None:
+    async def main() -> None:
+        peers = Peers(step=3)
+        for name, rate in (("a", 1e6), ("b", 1e6), ("narrow", 2e5)):
+            await peers.enroll(name, "serving", **{line: rate})
+        peers.answer("a", 0, 1, 2, 3)
+        await peers.prepare()
+        owned = {entry.peer_id: entry.owned for entry in peers.asked[0][1].roster}
+        assert owned["a"] > 2 * owned["narrow"]
+        assert owned["b"] > 2 * owned["narrow"]
 
     asyncio.run(main())
 

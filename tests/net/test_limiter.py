@@ -232,7 +232,9 @@ def test_rates_are_read_as_people_write_them(text: str, rate: float) -> None:
     assert parse_rate(text) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "0mbit", "-5mbit", "5", "5 parsecs", "1e5mb"])
+@pytest.mark.parametrize(
+    "text", ["", "fast", "0mbit", "-5mbit", "5", "5 parsecs", "1e5mb", "9000000gbit", "9" * 400 + "bit"]
+)
 def test_what_is_no_rate_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError):
         parse_rate(text)

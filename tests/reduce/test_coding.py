@@ -46,7 +46,7 @@ def gradient(size: int, seed: int) -> torch.Tensor:
 async def reduced_by_all(coders: list[StageCoder], shares: list[torch.Tensor | None]) -> list[Reduced]:
     """What every peer of the stage leaves with, over reductions that call each other."""
     layout = coders[0].layout
-    owned = owned_elements(stage_elements(layout, compress=True), [0.0] * len(coders))
+    owned = owned_elements(stage_elements(layout, compress=True), [(0.0, 0.0)] * len(coders))
     roster = tuple(
         RosterEntry(f"peer{i}", "life", b"" if share is None else np.array([i], "<u4").tobytes(), owned[i])
         for i, share in enumerate(shares)
@@ -308,7 +308,7 @@ def test_fused_synchronization_equals_the_unfused_one_and_moves_less(first: int,
         names = [f"peer{i}" for i in range(first + last)]
 
         async def group(peers: list[int]) -> tuple[list[torch.Tensor], int]:
-            owned = owned_elements(size, [0.0] * len(peers))
+            owned = owned_elements(size, [(0.0, 0.0)] * len(peers))
             roster = tuple(
                 RosterEntry(names[i], "life", b"work", elements) for i, elements in zip(peers, owned, strict=True)
             )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from swarmtrain.reduce.partition import PIECE_ELEMENTS, cut, owned_elements
 
-RATES = st.lists(st.one_of(st.just(0.0), st.floats(1e3, 1e10)), min_size=1, max_size=12)
+RATE = st.one_of(st.just(0.0), st.floats(1e3, 1e15))
+RATES = st.lists(st.tuples(RATE, RATE), min_size=1, max_size=12)
 
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(1, 10**9), RATES)
-def test_shares_make_up_the_whole_and_none_is_negative(size: int, rates: list[float]) -> None:
+def test_shares_make_up_the_whole_and_none_is_negative(size: int, rates: list[tuple[float, float]]) -> None:
     owned = owned_elements(size, rates)
     assert len(owned) == len(rates)
     assert sum(owned) == size
@@ -22,13 +24,20 @@ def test_shares_make_up_the_whole_and_none_is_negative(size: int, rates: list[fl
 
 
 def test_peers_of_equal_bandwidth_own_about_equal_parts() -> None:
-    owned = owned_elements(10_000, [5e6] * 4)
+    owned = owned_elements(10_000, [(5e6, 5e6)] * 4)
     assert max(owned) - min(owned) <= 10_000 * 0.01
 
 
-def test_a_much_slower_peer_owns_less() -> None:
-    slow, *fast = owned_elements(1_000_000, [1e5, 1e7, 1e7])
-    assert slow < min(fast) / 2
+@pytest.mark.parametrize("slow", [(1e5, 0.0), (0.0, 1e5), (1e5, 1e7), (1e7, 1e5)])
+def test_a_peer_with_a_much_slower_line_owns_less_whichever_way_it_is(slow: tuple[float, float]) -> None:
+    least, *others = owned_elements(1_000_000, [slow, (1e7, 0.0), (1e7, 1e8)])
+    assert least < min(others) / 2
+
+
+def test_a_wide_downlink_does_not_stand_for_an_uplink_that_nobody_knows() -> None:
+    equal = owned_elements(8_000_000, [(2.5e6, 0.0)] * 8)
+    assert owned_elements(8_000_000, [(0.0, 125e6), *[(2.5e6, 0.0)] * 7]) == equal
+    assert owned_elements(8_000_000, [(0.0, 125e6), *[(0.0, 0.0)] * 7]) == equal
 
 
 @settings(deadline=None, max_examples=40)
@@ -41,7 +50,7 @@ def test_no_linear_program_finds_a_quicker_reduction(rates: list[float]) -> None
     limits = np.column_stack([limits, [-rate / scale for rate in rates]])
     whole = np.array([[1.0] * count + [0.0]])
     best = linprog([0.0] * count + [1.0], limits, [-1.0] * count, whole, [1.0]).fun
-    owned = owned_elements(size, rates)
+    owned = owned_elements(size, [(rate, 0.0) for rate in rates])
     ours = max((1 + (count - 2) * part / size) / (rate / scale) for part, rate in zip(owned, rates, strict=True))
     assert ours <= best * (1 + 1e-6)
 

@@ -37,7 +37,7 @@ class FakeNode:
 
 
 def roster(num_peers: int, workers: set[int]) -> Prepare:
-    owned = owned_elements(SIZE, [0.0] * num_peers)
+    owned = owned_elements(SIZE, [(0.0, 0.0)] * num_peers)
     entries = [
         RosterEntry(f"peer{i}", "life", np.array([i], "<u4").tobytes() if i in workers else b"", owned[i])
         for i in range(num_peers)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ HAS_VENV = Path(sys.prefix) != Path(sys.base_prefix) and (Path(sys.prefix) / ".i
 SWARM = ("--peers", "60", "--stages", "6", "--minutes", "8", "--warmup", "2", "--mean-life", "0.2", "--seed", "5")
 SAME = Scenario(num_peers=60, num_stages=6, minutes=8.0, warmup_minutes=2.0, mean_life_s=720.0, seed=5)
 
+COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
+CAN_COMPILE = shutil.which(COMPILER) is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
+
 pytestmark = needs(HAS_VENV, "the tests do not run in a virtual environment that scripts/test made")
 
 
@@ -31,20 +35,25 @@ def scripts_sim(place: Path, *arguments: str, **environment: str) -> tuple[dict[
         cwd=place.parent,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=140,
     )
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result, done.stderr
 
 
-@needs(shutil.which("cc") is not None, "no C compiler")
+@needs(CAN_COMPILE, "no C compiler, or no headers of Python")
 def test_the_compiled_simulator_gives_the_same_trace_for_both_routers_and_is_compiled_once(tmp_path: Path) -> None:
     place = tmp_path / "compiled"
+    for name in ("mine", "swarmtrain-sim-0123456789abcdef"):
+        (place / name / "inside").mkdir(parents=True)
+        os.utime(place / name, (0, 0))
     first, said = scripts_sim(place)
     assert "compiling" in said
+    assert (place / "mine" / "inside").is_dir()
+    assert not (place / "swarmtrain-sim-0123456789abcdef").exists(), "an earlier version"
     assert first["trace_digest"] == f"{simulate(SAME).trace_digest:08x}"
-    (compiled,) = (path for path in place.iterdir() if path.is_dir())
+    (compiled,) = place.glob("swarmtrain-sim-*")
     program = "import swarmtrain.sim.pipeline as a, swarmtrain.route.finish_time as b; print(a.__file__, b.__file__)"
     found = subprocess.run(
         [sys.executable, "-P", "-c", program], env=os.environ | {"PYTHONPATH": str(compiled)}, capture_output=True
