@@ -25,8 +25,7 @@ class Member:
     state: str
     step: int
     state_digest: str
-    up_bytes_per_s: float  # announced; 0: not, as of the other one
-    down_bytes_per_s: float
+    up_bytes_per_s: float  # announced; 0: not
     forward_ms: float
     backward_ms: float
     name: str
@@ -37,6 +36,7 @@ class Member:
     spent: tuple[float, ...] = ()  # seconds: compute, reduce, queue, wire, idle
     excluded_at: int | None = None  # it had been given up at this step, and was not told to serve since then
     was_admitted: bool = False  # it was told to serve; that it does may be heard from others first
+    down_bytes_per_s: float = 0.0
 
     @property
     def must_sync(self) -> bool:
