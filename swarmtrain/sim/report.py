@@ -228,6 +228,7 @@ def _plot_stages(pyplot: Any, results: list[Result], directory: Path) -> Path:
         axes.plot(stages, [sum(points[s]) / len(points[s]) for s in stages], marker="o", label=name)
     axes.axhline(0.95, color="black", linewidth=0.8, linestyle="dotted")
     axes.set_xscale("log", base=2)
+    axes.set_xticks(counts := sorted({stages for points in curves.values() for stages in points}), counts)
     axes.set(xlabel="stages", ylabel="share of the upper bound", ylim=(0.0, 1.05))
     axes.legend(fontsize=8)
     return _save(pyplot, figure, directory / "stages.svg")
