@@ -30,25 +30,27 @@ def test_only_the_stage_that_the_step_waits_for_compresses_its_gradients(place: 
     assert exact.count(0) >= 1  # measured first
 
 
-def test_gradients_are_compressed_where_their_receiver_would_wait(place: Path) -> None:
+@pytest.mark.parametrize("line", ["wide", "narrow"])
+def test_gradients_are_compressed_where_their_receiver_would_wait(line: str, place: Path) -> None:
     """The first stage has more to do: on a wide line a gradient is there before that is done, on a narrow one not.
 
-    A gradient takes 1.4 s on the narrow line; what the first stage has to do takes some 0.3 s on an idle machine.
+    A gradient takes 1.4 s on the narrow line; what the first stage has to do takes some 0.3 s on an idle machine. One
+    peer gives all gradients: of two, a router may give nearly all work to either.
     """
     sizes = ("model.hidden_size=64", "model.sequence_length=256", "batch.microbatches_per_step=16", "schedule.steps=12")
     manifest = small("wire.backward=quant4:critical", "boundary.kind=dense", "reduce.codec=int8", *sizes)
-    with closing(Swarm(manifest, place, num_peers=3)) as swarm:
+    with closing(Swarm(manifest, place, num_peers=2)) as swarm:
         swarm.start_coordinator()
-        # The published router: ours would spare the narrow line while the other peer runs out of work.
-        swarm.start_peer(
-            0, "--enable-test-faults", "--route", "swarm-latency", environment={"SWARMTRAIN_PACE": "0.02:0.02"}
-        )
-        wide, narrow = swarm.start_peer(1), swarm.start_peer(1, "--max-up", "750kbit")
+        swarm.start_peer(0, "--enable-test-faults", environment={"SWARMTRAIN_PACE": "0.02:0.02"})
+        sender = swarm.start_peer(1, *(("--max-up", "750kbit") if line == "narrow" else ()))
         swarm.wait_step(10)
-        found = [peer.status()["gradients"] for peer in (wide, narrow)]
+        found = sender.status()["gradients"]
         swarm.wait_end()
     assert_books_balance(swarm)
-    on_wide, on_narrow = found
-    assert min(on_wide["hidden"], on_narrow["waited_for"]) >= 10, found  # both were given work
-    assert on_wide["waited_for"] < on_wide["hidden"], found
-    assert on_narrow["hidden"] <= 0.05 * on_narrow["waited_for"], found  # of those whose line was measured
+    assert sum(found.values()) >= 160, found
+    if line == "wide":
+        assert found["hidden"] >= 10, found
+        assert found["waited_for"] < found["hidden"], found
+    else:
+        assert found["waited_for"] >= 10, found
+        assert found["hidden"] <= 0.05 * found["waited_for"], found  # of those whose line was measured
