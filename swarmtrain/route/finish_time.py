@@ -88,16 +88,12 @@ class FinishTimePolicy:
         """Predicted finish: own backlog on the link + transfer + half a round trip + its queue + its forward."""
         if known is None:
             known = self._newcomer(offer)
-        if known is self._stranger:  # the same sum, of what records say: most of a large stage are strangers
-            half_a_round_trip_s = 0.5 * self._options.default_rtt_s
-            predicted_s = num_bytes / self._prior(offer) + half_a_round_trip_s + offer.queue_s + offer.forward_s
-        else:
-            predicted_s = (
-                (known.backlog_bytes + num_bytes) / (known.goodput or self._prior(offer))
-                + 0.5 * (known.rtt_s or self._options.default_rtt_s)
-                + known.queue_now_s(offer, now)
-                + (known.forward_s or offer.forward_s)
-            )
+        predicted_s = (
+            (known.backlog_bytes + num_bytes) / (known.goodput or self._prior(offer))
+            + 0.5 * (known.rtt_s or self._options.default_rtt_s)
+            + known.queue_now_s(offer, now)
+            + (known.forward_s or offer.forward_s)
+        )
         if trouble is not None:
             predicted_s += trouble.stall_now_s(now)
         return Candidate(position, predicted_s, service_s, known)
