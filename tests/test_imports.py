@@ -9,12 +9,12 @@ PACKAGE = Path(__file__).parents[1] / "swarmtrain"
 
 # Lower floors first. A module may import its own room and every lower floor.
 FLOORS = [
-    {"errors", "__init__"},
+    {"errors", "__init__", "world"},
     {"native"},
     {"run"},
     {"model", "codec", "wire"},
     {"reduce", "route", "net", "data", "observe", "boundary"},
-    {"checkpoint"},
+    {"checkpoint", "machine"},
     {"chain"},
     {"peer", "coordinator", "sim", "reference"},
     {"inference", "local", "audit", "doctor"},

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from swarmtrain import world
 from swarmtrain.boundary import codec_pair
 from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
 from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, latest, open_checkpoint, prune, set_aside
@@ -71,9 +73,9 @@ class Checkpoints:
                     await download.run(keepers[stage])
                     writer.basis_epoch = download.basis_epoch
                     tensors = dict(layout.named(download.buffers))
-                    await asyncio.to_thread(writer.write_stage, stage, tensors, digest)
+                    await world.in_thread(partial(writer.write_stage, stage, tensors, digest))
                     context.faults.hit(Point.CHECKPOINT_WRITE)
-                path = await asyncio.to_thread(writer.commit)
+                path = await world.in_thread(writer.commit)
         except (SyncFailed, StorageError) as error:
             context.events.emit(CheckpointFailed(step, str(error)))
             return False
@@ -88,7 +90,7 @@ class Checkpoints:
     async def fetch_digests(self, fetch: FetchDigests) -> ChunkDigests:
         """The chunk digests of a stage of the newest checkpoint."""
         source = await self._state(fetch.run, fetch.stage, fetch.step)
-        return await asyncio.to_thread(source.digests)
+        return await world.in_thread(source.digests)
 
     async def fetch_state(self, fetch: FetchState) -> StateChunk:
         """A chunk of a stage of the newest checkpoint."""
@@ -105,7 +107,7 @@ class Checkpoints:
         async with self._loading:
             source = self._source
             if source is None or source.layout.plan.index != stage or source.step != step:
-                source = self._source = await asyncio.to_thread(self._load, self.newest, stage)
+                source = self._source = await world.in_thread(partial(self._load, self.newest, stage))
         return source
 
     def _load(self, checkpoint: Checkpoint, stage: int) -> StateSource:

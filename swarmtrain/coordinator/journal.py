@@ -11,13 +11,13 @@ import contextlib
 import fcntl
 import json
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from swarmtrain import world
 from swarmtrain.coordinator.seals import SCHEMA as LOG_SCHEMA
 from swarmtrain.coordinator.seals import Row, Seals, broken_seals, chain_hash
 from swarmtrain.errors import ExitCode, SwarmtrainError
@@ -130,7 +130,7 @@ class Journal:
         stages = json.dumps([*([digest, norm] for digest, norm in decision.stages), *moved])
         row = (
             decision.step,
-            time.time(),
+            world.wall(),
             decision.term,
             decision.loss,
             decision.grad_norm,

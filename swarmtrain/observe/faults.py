@@ -51,6 +51,13 @@ class Action(StrEnum):
     CUT = "cut"  # all links break
 
 
+_SIGNALS = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP}
+
+
+def _signal_self(action: Action) -> None:
+    os.kill(os.getpid(), _SIGNALS[action])
+
+
 @dataclass
 class _Armed:
     point: Point
@@ -65,6 +72,9 @@ class Faults:
     armed: list[_Armed] = field(default_factory=list)
     is_enabled: bool = False  # whether the flag was given
     cut: Callable[[], None] | None = None  # breaks all links; set by the daemon
+    strike: Callable[[Action], None] = lambda action: os.kill(
+        os.getpid(), _SIGNALS[action]
+    )  # kills or stops this process
     pace_s: tuple[float, float] = (0.0, 0.0)  # what a forward and a backward take at least
 
     @classmethod
@@ -86,10 +96,8 @@ class Faults:
                 due = fault.action
         if due is not None:
             print(f"test fault: {due} at {point}", file=sys.stderr, flush=True)
-        if due is Action.KILL:
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif due is Action.STOP:
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if due in _SIGNALS:
+            self.strike(due)
         elif due is Action.CUT and self.cut is not None:
             self.cut()
         return due
