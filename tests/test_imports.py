@@ -18,7 +18,7 @@ FLOORS = [
     {"chain"},
     {"peer", "coordinator", "sim", "reference"},
     {"inference", "local", "audit", "doctor"},
-    {"evaluate", "generate", "export", "soak", "study"},
+    {"evaluate", "generate", "export", "soak", "study", "simulated"},
     {"cli"},
     {"__main__"},
 ]

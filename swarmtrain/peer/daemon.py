@@ -96,6 +96,7 @@ class PeerDaemon:
         self._leaving = asyncio.Event()
         self._leave_reason = "asked to leave"
         self._handlers: dict[type[Message], Callable[[Any, Exchange], Any]] = {}
+        self.settled: PeerContext | None = None  # while it hosts a stage
 
     async def run(self) -> None:
         """Join, serve until asked to leave or the run ends, drain, go."""
@@ -159,7 +160,7 @@ class PeerDaemon:
             settled = await self._unless_leaving(self._settle(stack, joined))
             if settled is not None:
                 await self._serve(joined, settled)
-            self._handlers = {}
+            self._handlers, self.settled = {}, None
 
     async def _settle(self, stack: contextlib.AsyncExitStack, joined: _Joined) -> _Settled:
         """The stage: which one, whether it fits, its tensors, and who answers for it."""
@@ -193,6 +194,7 @@ class PeerDaemon:
         microbatches = Microbatches(context)
         stack.push_async_callback(microbatches.hunger.close)
         self._handlers = _handlers(microbatches, steps, syncing, enrolling)
+        self.settled = context
         await self._control(stack, seat, observer)
         enrolling.metrics_at = await self._serve_metrics(stack, observer)
         return _Settled(seat, enrolling, announcing, observer)

@@ -162,7 +162,9 @@ class SimulatedHost:
         async def work() -> None:
             handler = self._handlers.get(protocol)
             try:
-                found: bytes | str = "protocol not supported" if handler is None else await handler(caller.peer_id, payload)
+                found: bytes | str = (
+                    "protocol not supported" if handler is None else await handler(caller.peer_id, payload)
+                )
             except Exception as error:
                 found = repr(error)
             self._send(caller, len(found), lambda: settle(found))

@@ -52,6 +52,10 @@ class _Future(asyncio.Future[Any]):
 class VirtualLoop(asyncio.BaseEventLoop):
     """See the module."""
 
+    _ready: deque[Any]  # handles; asyncio's own, as the next two
+    _scheduled: list[Any]
+    _timer_cancelled_count: int
+
     def __init__(self, seed: str) -> None:
         super().__init__()
         self._rng = random.Random(seed)
@@ -59,7 +63,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._serial = 0
         self._clock_resolution = 1e-9
         self.num_callbacks = 0
-        self.set_task_factory(self._make_task)
+        self.set_task_factory(self._make_task)  # type: ignore[arg-type]
 
     def time(self) -> float:
         """Seconds since the world began."""
@@ -131,7 +135,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self.num_callbacks += 1
             handle._run()
 
-    def _in_seeded_order(self) -> list[asyncio.Handle]:
+    def _in_seeded_order(self) -> list[Any]:
         """All that is ready: in turn within a process, in any order between processes."""
         handles = list(self._ready)
         self._ready.clear()
@@ -141,7 +145,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         first = owners[0]
         if all(owner is first for owner in owners):
             return handles
-        turns: dict[int, deque[asyncio.Handle]] = {}
+        turns: dict[int, deque[Any]] = {}
         keys = [id(owner) for owner in owners]
         for key, handle in zip(keys, handles, strict=True):
             turns.setdefault(key, deque()).append(handle)

@@ -99,7 +99,9 @@ class SimulatedMachine:
         self.process.commands = commands
         return _Closed()
 
-    async def serve_http(self, routes: Mapping[str, Handler], address: str, option: str, note: Path | None = None) -> Door:
+    async def serve_http(
+        self, routes: Mapping[str, Handler], address: str, option: str, note: Path | None = None
+    ) -> Door:
         """See `Machine`: nobody looks."""
         return _Closed()
 
@@ -130,6 +132,7 @@ class SimulatedProcess:
         self.context = contextvars.Context()
         self.context.run(self._enter)
         self.main: asyncio.Task[None] = self.spawn(main(), machine.name)
+        self.main.add_done_callback(lambda _: self.kill())  # when `main` has ended, so has everything else of it
 
     def _enter(self) -> None:
         PROCESS.set(self)

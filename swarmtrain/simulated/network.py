@@ -1,8 +1,8 @@
 """A network in memory with the manners of libp2p's: streams that break at any byte and look as if they had ended well.
 
 Every direction between two machines is a line of its own, with a delay, a rate, and whether anything passes. What does
-not pass waits, as TCP's segments do, and comes when the line is back, if the stream still exists by then. A process that
-is killed closes its streams; a machine that vanishes does not.
+not pass waits, as TCP's segments do, and comes when the line is back, if the stream still exists by then. A process
+that is killed closes its streams; a machine that vanishes does not.
 """
 
 from __future__ import annotations

@@ -14,14 +14,15 @@ machine of its own. Everything is synchronous: time passes only in `until`, `run
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import hashlib
 import logging
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +34,7 @@ from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.net.errors import LinkClosed
-from swarmtrain.observe.events import Event, Events
+from swarmtrain.observe.events import Event, Events, RunEnded, RunRolledBack, StepApplied
 from swarmtrain.observe.faults import Action, Faults
 from swarmtrain.peer.daemon import PeerDaemon
 from swarmtrain.peer.options import PeerOptions
@@ -114,10 +115,11 @@ class SimulatedSwarm:
         self._hash = hashlib.sha256()
         self.loop = VirtualLoop(f"{seed}:loop")
         self.loop.set_exception_handler(self._unhandled)
-        self.network = Network(self.loop, f"{seed}:network", self._note)
+        self.network = Network(self.loop, f"{seed}:network", self.note)
         self.faults: list[str] = []  # what must never happen, and did
         self.lives: dict[str, Life] = {}
         self._by_address: dict[str, SimulatedMachine] = {}
+        self._step, self._is_over = 0, False
         self._is_closed = False
 
     def __enter__(self) -> SimulatedSwarm:
@@ -153,6 +155,8 @@ class SimulatedSwarm:
         """Free the dead: what their coroutines do when they are collected is of no interest any more."""
         for task in asyncio.all_tasks(self.loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
+            with contextlib.suppress(BaseException):
+                task.get_coro().close()
         self.loop._ready.clear()
         self.loop._scheduled.clear()
         for life in self.lives.values():
@@ -193,16 +197,12 @@ class SimulatedSwarm:
     @property
     def step(self) -> int:
         """Steps that the coordinators have told to be applied; goes back with the run."""
-        told = [(at, event) for at, event in self.happened() if event.name in ("step_applied", "run_rolled_back")]
-        if not told:
-            return 0
-        last = max(told, key=lambda item: item[0])[1]
-        return int(last.step if last.name == "step_applied" else last.to_step)  # type: ignore[attr-defined]
+        return self._step
 
     @property
     def is_over(self) -> bool:
         """Whether the run has ended."""
-        return any(life.has("run_ended") for life in self.lives.values() if life.stage < 0)
+        return self._is_over
 
     def happened(self, name: str | None = None) -> list[tuple[float, Event]]:
         """Events of all daemons (of a name), in order."""
@@ -244,7 +244,9 @@ class SimulatedSwarm:
 
         self._start(life, make)
         if wait:
-            self.until(lambda: getattr(life.daemon, "invite", None) is not None or not life.is_running, f"{name} has an invite")
+            self.until(
+                lambda: getattr(life.daemon, "invite", None) is not None or not life.is_running, f"{name} has an invite"
+            )
         return life
 
     def invite(self) -> Invite:
@@ -288,15 +290,21 @@ class SimulatedSwarm:
                 life.process.kill()
                 raise Killed
 
-        return Faults(is_enabled=True, strike=strike, tell=lambda text: self._note(f"{self.now:.9f} {life.name} {text}"))
+        return Faults(is_enabled=True, strike=strike, tell=lambda text: self.note(f"{self.now:.9f} {life.name} {text}"))
 
     def _start(self, life: Life, make: Callable[[Events], Any]) -> None:
         def note(event: Event) -> None:
             life.events.append((self.now, event))
+            if isinstance(event, StepApplied):
+                self._step = event.step
+            elif isinstance(event, RunRolledBack):
+                self._step = event.to_step
+            elif isinstance(event, RunEnded):
+                self._is_over = True
             fields = {key: value for key, value in asdict(event).items() if key != "at"}
             if event.name == "run_waits":
                 fields["reason"] = fields["reason"].partition(" since ")[0]  # the clock's time zone is this computer's
-            self._note(f"{self.now:.9f} {life.name} {event.name} {fields}")
+            self.note(f"{self.now:.9f} {life.name} {event.name} {fields}")
 
         async def main() -> None:
             daemon = life.daemon = make(Events(note))
@@ -306,16 +314,16 @@ class SimulatedSwarm:
                 await daemon.run()
             except SwarmtrainError as error:
                 life.errors.append(error)
-                self._note(f"{self.now:.9f} {life.name} ended {error}")
+                self.note(f"{self.now:.9f} {life.name} ended {error}")
             except BaseExceptionGroup as group:
                 leaves = [error for error in _leaves(group) if isinstance(error, SwarmtrainError)]
                 if not leaves:
                     self.failed(f"{life.name} crashed: {group!r}")
                     raise
                 life.errors.extend(leaves)
-                self._note(f"{self.now:.9f} {life.name} ended {leaves[0]}")
+                self.note(f"{self.now:.9f} {life.name} ended {leaves[0]}")
             except Exception as error:
-                self.failed(f"{life.name} crashed: {_told(error)}")
+                self.failed(f"{life.name} crashed: {told(error)}")
                 raise
             finally:
                 if process.is_alive:
@@ -348,8 +356,10 @@ class SimulatedSwarm:
 
     def failed(self, text: str) -> None:
         """Something that must never happen."""
+        if self._is_closed:
+            return
         self.faults.append(f"{self.now:.3f} {text}")
-        self._note(f"{self.now:.9f} FAULT {text}")
+        self.note(f"{self.now:.9f} FAULT {text}")
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -357,9 +367,12 @@ class SimulatedSwarm:
             return
         if isinstance(error, LinkClosed) and "never retrieved" in str(context.get("message")):
             return
-        self.failed(f"{context.get('message')}: {_told(error)}")
+        self.failed(f"{context.get('message')}: {told(error)}")
 
-    def _note(self, line: str) -> None:
+    def note(self, line: str) -> None:
+        """One more line of the trace."""
+        if self._is_closed:
+            return
         line = line.replace(self._root_text, "ROOT")
         self._hash.update(line.encode())
         self._hash.update(b"\n")
@@ -386,7 +399,7 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
             yield error
 
 
-def _told(error: BaseException | None) -> str:
+def told(error: BaseException | None) -> str:
     """An error with its place."""
     if error is None:
         return ""
@@ -405,17 +418,17 @@ class _ErrorLog(logging.Handler):
         """See `logging`."""
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, Killed):
-            self._swarm.failed(f"logged: {record.getMessage()} {_told(error)}")
+            self._swarm.failed(f"logged: {record.getMessage()} {told(error)}")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Errors of coroutines that are collected half-way."""
     before = sys.unraisablehook
     sys.unraisablehook = lambda unraisable: None
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
     finally:
         sys.unraisablehook = before
-
-
