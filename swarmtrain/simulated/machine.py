@@ -66,7 +66,9 @@ class SimulatedMachine:
 
     def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> SimulatedProcess:
         """A new life of a daemon: `main` is called in it."""
-        assert self.process is None or not self.process.is_alive, f"{self.name} is still running"
+        if self.process is not None:
+            assert not self.process.is_running, f"{self.name} is still running"
+            self.process.kill()  # whatever its main has left running
         self.is_off = False
         self.num_processes += 1
         self.process = SimulatedProcess(self, f"{self._seed}:{self.name}:{self.num_processes}", main)

@@ -1,0 +1,1 @@
+"""The real daemons in simulated time: short scripts of what goes wrong."""
