@@ -180,10 +180,11 @@ class SimulatedProcess:
 
     def answer(self, command: str) -> Any:
         """What the daemon answers its owner, if that takes no time."""
-        try:
-            self.context.run(next, self.commands[command]({}).__await__())
-        except StopIteration as end:
-            return end.value
+        with self.machine.loop.entered():
+            try:
+                self.context.run(next, self.commands[command]({}).__await__())
+            except StopIteration as end:
+                return end.value
         raise AssertionError(f"{self.machine.name} does not answer {command} at once")
 
     def stop(self) -> None:

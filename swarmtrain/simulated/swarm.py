@@ -261,8 +261,8 @@ class SimulatedSwarm:
 
     def start_peer(self, name: str, stage: int, *, speed: float | None = None, **options: Any) -> Life:
         """Start a peer, or start it again on its state directory."""
-        life = self._life(name, stage)
-        life.stage = stage
+        life = self._life(name, 0)
+        life.stage = max(0, stage)  # with AUTO it says itself which
         if speed is not None:
             life.machine.speed = speed
         choice = PeerOptions(

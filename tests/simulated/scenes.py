@@ -6,6 +6,7 @@ another order of messages after a change of the daemons must not break it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from swarmtrain.observe.events import Event
@@ -53,6 +54,16 @@ def wait_struck(swarm: SimulatedSwarm, life: Life, point: str, action: str = "ki
 def wait_step(swarm: SimulatedSwarm, step: int) -> None:
     """So many steps are applied."""
     swarm.until(lambda: swarm.step >= step, f"step {step}")
+
+
+def wait_seen(swarm: SimulatedSwarm, condition: Callable[[], bool], what: str) -> None:
+    """A state that costs something to look at: ten times a virtual second."""
+    for _ in range(6000):
+        if condition():
+            return
+        assert not swarm.is_over, f"the run is over, and this was not seen: {what}"
+        swarm.run_for(0.1)
+    raise TimeoutError(f"at {swarm.now:.1f} s: this was not seen: {what}")
 
 
 def wait_said(swarm: SimulatedSwarm, life: Life, name: str, **wanted: Any) -> Event:
