@@ -165,9 +165,7 @@ class Director:
         if (life := self._life(fault.target)) is None or life.daemon is None:
             return False
         life.arm(fault.point, fault.nth, fault.action)
-        process = life.process
-        self._undo.append(process.resume)
-        self.swarm.at(self.swarm.now + fault.length_s, process.resume)
+        life.stop_s = fault.length_s
         return True
 
     _coordinator_point = _point

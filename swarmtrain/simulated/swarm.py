@@ -60,6 +60,7 @@ class Life:
     events: list[tuple[float, Event]] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)  # with which its processes ended
     daemon: Any = None  # of its last process
+    stop_s: float = 8.0  # how long a fault that stops it at a point lasts
 
     @property
     def name(self) -> str:
@@ -285,7 +286,9 @@ class SimulatedSwarm:
     def _faults(self, life: Life) -> Faults:
         def strike(action: Action) -> None:
             if action is Action.STOP:
-                life.process.stop()
+                process = life.process
+                process.stop()
+                self.at(self.now + life.stop_s, process.resume)
             else:
                 life.process.kill()
                 raise Killed
