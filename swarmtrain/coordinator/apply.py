@@ -61,9 +61,12 @@ class Applies:
             return
         if member.step == decided.step and self._may_hold_sum(member):
             self._context.in_background(self._apply_at(member, decided, keep=False))
-        elif member.step == decided.step + 1 and member.key in self._context.prepared:
-            if member.peer_id not in self._answers[member.stage]:
-                self._note(member, Applied(member.step, member.state_digest))
+        elif (
+            member.step == decided.step + 1
+            and member.key in self._context.prepared
+            and member.peer_id not in self._answers[member.stage]
+        ):
+            self._note(member, Applied(member.step, member.state_digest))
 
     def _may_hold_sum(self, member: Member) -> bool:
         """Not who has been left out or has said that it does not hold it; and who is being told is not told twice."""

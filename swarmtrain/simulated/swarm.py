@@ -131,6 +131,7 @@ class SimulatedSwarm:
         asyncio.set_event_loop(self.loop)
         self._collects = gc.isenabled()
         gc.disable()  # when objects are freed must not depend on what ran before
+        gc.freeze()  # what is there now is not looked at when this swarm is freed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -167,6 +168,7 @@ class SimulatedSwarm:
         self.network.streams.clear()
         self.network.pipes.clear()
         gc.collect()
+        gc.unfreeze()
         self.loop.close()
 
     # ---- what is there -----------------------------------------------------------------------------------------------
