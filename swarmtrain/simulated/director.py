@@ -9,6 +9,7 @@ from pathlib import Path
 
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.peer.context import CONTACT_S
+from swarmtrain.simulated.judge import excesses
 from swarmtrain.simulated.loop import Deadlock
 from swarmtrain.simulated.schedule import Fault, Schedule
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm, told
@@ -100,6 +101,8 @@ class Director:
             await asyncio.sleep(RESTART_S / 4)
             if swarm.is_over:
                 continue
+            for excess in excesses(swarm):
+                swarm.failed(excess)
             for name, is_wanted in list(self._wanted.items()):
                 life = swarm.lives[name]
                 if life.is_running or not is_wanted:
@@ -188,6 +191,7 @@ class Director:
         return True
 
     _coordinator_point = _point
+    _corrupt = _point
 
     def _stop(self, fault: Fault) -> bool:
         if (life := self._life(fault.target)) is None:
@@ -238,6 +242,9 @@ class Director:
 
     def _cut_pair(self, fault: Fault) -> bool:
         return self.swarm.network.cut(fault.target, fault.other) > 0
+
+    def _flip(self, fault: Fault) -> bool:
+        return self.swarm.network.flip(fault.target)
 
     def _block(self, pairs: list[tuple[str, str]], length_s: float) -> None:
         network = self.swarm.network
