@@ -62,6 +62,7 @@ class Life:
     daemon: Any = None  # of its last process
     faults: Faults = field(default_factory=Faults)  # that its last process has before it
     struck: list[str] = field(default_factory=list)  # faults at points that have happened: "kill at before-forward"
+    stop_s: float = 8.0  # how long a fault that stops it at a point lasts
 
     @property
     def name(self) -> str:
@@ -136,6 +137,7 @@ class SimulatedSwarm:
         asyncio.set_event_loop(self.loop)
         self._collects = gc.isenabled()
         gc.disable()  # when objects are freed must not depend on what ran before
+        gc.freeze()  # what is there now is not looked at when this swarm is freed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -172,6 +174,7 @@ class SimulatedSwarm:
         self.network.streams.clear()
         self.network.pipes.clear()
         gc.collect()
+        gc.unfreeze()
         self.loop.close()
 
     # ---- what is there -----------------------------------------------------------------------------------------------
@@ -291,7 +294,9 @@ class SimulatedSwarm:
     def _faults(self, life: Life) -> Faults:
         def strike(action: Action) -> None:
             if action is Action.STOP:
-                life.process.stop()
+                process = life.process
+                process.stop()
+                self.at(self.now + life.stop_s, process.resume)
             else:
                 life.process.kill()
                 raise Killed

@@ -38,7 +38,8 @@ def start_armed(swarm: SimulatedSwarm, name: str, stage: int, *faults: str, **op
 
 
 def arm(life: Life, *faults: str) -> None:
-    """Have a daemon break as `faults` say."""
+    """Have a daemon break as `faults` say; one that is stopped stays so until it is resumed."""
+    life.stop_s = 3600.0
     for fault in faults:
         point, nth, action = fault.split(":")
         life.arm(point, int(nth), action)
