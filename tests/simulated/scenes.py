@@ -20,8 +20,8 @@ NUM_STAGES = 3
 
 
 def tiny(*overrides: str) -> Manifest:
-    """First, middle and last: three stages of one small layer, six microbatches per step, eight steps."""
-    usual = ("stages.count=3", "model.num_layers=3", "batch.microbatches_per_step=6", "schedule.steps=8")
+    """First, middle and last: three stages of one small layer, six microbatches per step, five steps."""
+    usual = ("stages.count=3", "model.num_layers=3", "batch.microbatches_per_step=6", "schedule.steps=5")
     return preset("nano", [*TINY, *usual, "checkpoint.every=0", *overrides])
 
 

@@ -71,8 +71,8 @@ REMEMBERING = [
     ("bf16", "lowrank4-lep:critical", "dense"),
 ]
 COMPOSED = [
-    ("ef21-topk50", "ef21-quant4", ("boundary.track_every=4", "boundary.track_rate=0.5")),
-    ("ef-quant4", "lowrank2-lep:carry", ("boundary.track_every=4", "reduce.codec=powersgd2")),
+    ("ef21-topk50", "ef21-quant4", ("boundary.track_every=2", "boundary.track_rate=0.5")),
+    ("ef-quant4", "lowrank2-lep:carry", ("boundary.track_every=2", "reduce.codec=powersgd2")),
     ("topk50", "topk50", ("reduce.codec=bf16", "model.tie_embeddings=true")),
     ("aqsgd-quant4", "quant8", ("reduce.codec=topk64",)),
     ("quant4", "quant8:critical", ("reduce.codec=int8", "reduce.selective=true")),
@@ -80,6 +80,7 @@ COMPOSED = [
 
 
 def manifest_of(forward: str, backward: str, kind: str, *overrides: str) -> Manifest:
+    overrides = ("batch.microbatches_per_step=5", *overrides)
     return tiny(f"wire.forward={forward}", f"wire.backward={backward}", f"boundary.kind={kind}", *overrides)
 
 
@@ -174,11 +175,13 @@ def test_tied_embeddings_are_synchronized_in_one_group(simulated: Make, referenc
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_all_stages_move_the_subspace_at_one_apply(simulated: Make, references: References, victim: int) -> None:
-    swarm = simulated(small("boundary.track_every=2", "boundary.track_rate=0.5", "checkpoint.every=3"))
+    swarm = simulated(
+        small("boundary.track_every=2", "boundary.track_rate=0.5", "checkpoint.every=3", "schedule.steps=8")
+    )
     survive(swarm, num_peers=4, stage=victim)
     assert_reference(swarm, references)
     late = newest(swarm)
-    assert late.basis_epoch == 4 == swarm.manifest.basis_epoch(8)
+    assert late.basis_epoch == 4 == swarm.manifest.basis_epoch(swarm.manifest.schedule.steps)
     bases = [late.load_stage(stage)["subspace/basis"] for stage in (0, 1)]
     assert bases[0].equal(bases[1])
 

@@ -47,7 +47,7 @@ def start(swarm: SimulatedSwarm, *faults: str, num_peers: int = NUM_STAGES, spee
 def test_a_coordinator_killed_at_a_point_of_a_step_is_replaced(
     simulated: Make, references: References, point: str, nth: int
 ) -> None:
-    swarm = simulated(tiny("checkpoint.every=3"))
+    swarm = simulated(tiny("checkpoint.every=2"))
     coordinator = start(swarm, f"{point}:{nth}:kill")
     wait_struck(swarm, coordinator, point)
     restart_coordinator(swarm)
@@ -58,8 +58,7 @@ def test_a_coordinator_killed_at_a_point_of_a_step_is_replaced(
     assert forwards == [every_one] * NUM_STAGES, "what was finished was computed again"
 
 
-@pytest.mark.parametrize("away_s", [0.0, 3.0, 12.0])
-@pytest.mark.parametrize("after_s", [0.02, 0.11, 0.2, 0.29])
+@pytest.mark.parametrize(("after_s", "away_s"), [(0.02, 0.0), (0.11, 3.0), (0.2, 0.0), (0.29, 12.0), (0.35, 3.0)])
 def test_a_coordinator_killed_at_any_instant_of_a_step_is_replaced(
     simulated: Make, references: References, after_s: float, away_s: float
 ) -> None:
@@ -76,8 +75,8 @@ def test_a_coordinator_killed_at_any_instant_of_a_step_is_replaced(
     assert coordinator.machine.num_processes == 2
 
 
-def test_a_coordinator_killed_twenty_times(simulated: Make, references: References) -> None:
-    times, rng = 20, random.Random(20)
+def test_a_coordinator_killed_ten_times_at_points_of_a_step(simulated: Make, references: References) -> None:
+    times, rng = 10, random.Random(20)
     swarm = simulated(tiny(f"schedule.steps={2 * times}", "checkpoint.every=4"))
     faults = [f"{rng.choice(POINTS[:3])}:{rng.randint(1, 2)}:kill" for _ in range(times)]
     coordinator = start(swarm, faults[0], num_peers=NUM_STAGES + 1)
@@ -91,7 +90,7 @@ def test_a_coordinator_killed_twenty_times(simulated: Make, references: Referenc
 def test_a_coordinator_killed_twenty_times_at_any_instant(simulated: Make, references: References) -> None:
     """Which may be before the run stands again."""
     rng = random.Random(21)
-    swarm = simulated(tiny("schedule.steps=40", "checkpoint.every=4"))
+    swarm = simulated(tiny("schedule.steps=36", "checkpoint.every=4"))
     coordinator = start(swarm, num_peers=NUM_STAGES + 1)
     wait_step(swarm, 1)
     for _ in range(20):
@@ -136,7 +135,7 @@ def test_coordinator_and_peers_killed_together(
 
 @pytest.mark.parametrize("power_loss", [False, True])
 def test_all_processes_killed_twice(simulated: Make, references: References, power_loss: bool) -> None:
-    swarm = simulated(tiny("schedule.steps=14", "checkpoint.every=4"))
+    swarm = simulated(tiny("schedule.steps=11", "checkpoint.every=4"))
     start(swarm)
     for step in (5, 9):
         wait_step(swarm, step)
@@ -213,7 +212,7 @@ def move_elsewhere(swarm: SimulatedSwarm) -> None:
 
 
 def test_another_machine_takes_over_under_a_higher_term(simulated: Make, references: References) -> None:
-    swarm = simulated(tiny("schedule.steps=12"))
+    swarm = simulated(tiny("schedule.steps=8"))
     former = start(swarm)
     wait_step(swarm, 3)
     hold(swarm.peers[2])
@@ -234,8 +233,8 @@ def test_another_machine_takes_over_under_a_higher_term(simulated: Make, referen
 
 def test_two_coordinators_that_do_not_see_each_other_train_one_run(simulated: Make, references: References) -> None:
     """The former one is cut off from everybody while another takes over; it comes back and is not obeyed."""
-    swarm = simulated(tiny("schedule.steps=12"))
-    former = start(swarm)
+    swarm = simulated(tiny("schedule.steps=8"))
+    former = start(swarm, speed=0.1)
     wait_step(swarm, 3)
     known = [address for peer in swarm.peers for address in peer.process.host.addresses()]
     move_elsewhere(swarm)
@@ -245,8 +244,7 @@ def test_two_coordinators_that_do_not_see_each_other_train_one_run(simulated: Ma
     swarm.start_coordinator("elsewhere", bootstrap=known)
     swarm.network.block("coordinator", "elsewhere")
     swarm.network.block("elsewhere", "coordinator")
-    taken_at = swarm.step
-    wait_step(swarm, taken_at + 2)
+    wait_step(swarm, swarm.step + 2)
     assert former.is_running
     for peer in swarm.peers:
         swarm.network.block("coordinator", peer.name, False)
@@ -260,7 +258,7 @@ def test_two_coordinators_that_do_not_see_each_other_train_one_run(simulated: Ma
 
 def test_clocks_may_differ_by_seconds_and_for_a_while_by_an_hour(simulated: Make, references: References) -> None:
     """Within what docs/network.md allows; somebody sets a clock wrongly, and right again."""
-    swarm = simulated(tiny("schedule.steps=14"))
+    swarm = simulated(tiny("schedule.steps=10"))
     coordinator = start(swarm, num_peers=2 * NUM_STAGES, speed=0.1)
     swarm.peers[0].machine.step_clock(8.0)
     swarm.peers[1].machine.step_clock(-8.0)

@@ -53,7 +53,8 @@ def test_one_peer_of_every_stage_dies_in_the_same_step(simulated: Make, referenc
     for stage in range(NUM_STAGES):
         swarm.serving(stage)[0].kill()
     assert_reference(swarm, references)
-    assert len({event.peer for event in said(swarm, "peer_lost")}) == NUM_STAGES
+    lost = [event.stage for event in said(swarm, "peer_lost") if event.reason != "it has left"]
+    assert sorted(lost) == list(range(NUM_STAGES))
     assert not said(swarm, "run_rolled_back")
 
 
@@ -89,13 +90,12 @@ def test_finished_work_is_not_computed_again(simulated: Make, references: Refere
     assert [event.recomputed for event in ended] == [0] * NUM_STAGES
 
 
-@pytest.mark.parametrize("point", STOPS)
-@pytest.mark.parametrize("stage", range(NUM_STAGES))
+@pytest.mark.parametrize(("stage", "point"), enumerate(STOPS))
 def test_a_stopped_peer_is_left_behind_and_catches_up(
     simulated: Make, references: References, stage: int, point: str
 ) -> None:
     """SIGSTOP in the middle of a step, SIGCONT when the run has gone on without it."""
-    swarm = simulated(tiny("schedule.steps=20"))
+    swarm = simulated(tiny("schedule.steps=14"))
     swarm.start_coordinator(min_peers=NUM_STAGES + 1)
     sleeper = start_armed(swarm, "sleeper", stage, f"{point}:2:stop", speed=SLOW)
     for index in range(NUM_STAGES):
@@ -126,7 +126,7 @@ def test_cut_links_are_dialed_again_and_work_is_replayed(simulated: Make, refere
 
 def test_links_that_break_in_the_middle_of_messages_again_and_again(simulated: Make, references: References) -> None:
     """Whatever is on its way between any two machines, three times a virtual second."""
-    swarm = simulated(tiny("batch.microbatches_per_step=24", "schedule.steps=6"))
+    swarm = simulated(tiny("batch.microbatches_per_step=24"))
     swarm.start(num_peers=2 * NUM_STAGES)
     wait_step(swarm, 1)
     num_broken = 0
@@ -151,7 +151,7 @@ def test_a_damaged_answer_is_noticed_and_asked_for_again(simulated: Make, refere
 def test_a_peer_whose_state_diverged_is_named_and_its_work_does_not_count(
     simulated: Make, references: References
 ) -> None:
-    swarm = simulated(tiny("schedule.steps=14"))
+    swarm = simulated(tiny("schedule.steps=12"))
     swarm.start_coordinator(min_peers=NUM_STAGES + 2)
     for index in range(NUM_STAGES + 1):
         swarm.start_peer(f"peer{index}", (0, 1, 1, 2)[index], speed=SLOW)

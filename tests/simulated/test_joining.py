@@ -51,7 +51,7 @@ def states_of(swarm: SimulatedSwarm, peer_id: str) -> dict[int, str]:
 
 
 def test_newcomers_of_every_stage_follow_and_take_over(simulated: Make, references: References) -> None:
-    swarm = simulated(tiny("schedule.steps=14"))
+    swarm = simulated(tiny("schedule.steps=11"))
     start(swarm, 0, 1, 2)
     wait_step(swarm, 2)
     newcomers = [swarm.start_peer(f"newcomer{stage}", stage, speed=SLOW) for stage in range(NUM_STAGES)]
@@ -94,7 +94,7 @@ def test_a_newcomer_that_listens_while_its_line_just_carries_the_reductions(
 def test_a_donor_that_sends_a_wrong_chunk_is_dropped_and_named(
     simulated: Make, references: References, num_lies: int
 ) -> None:
-    swarm = simulated(tiny("schedule.steps=14"))  # no checkpoint before the end: donors are counted by chunks
+    swarm = simulated(tiny("schedule.steps=11"))  # no checkpoint before the end: donors are counted by chunks
     swarm.start_coordinator(min_peers=NUM_STAGES + 1)
     liar = start_armed(swarm, "liar", 1, *[f"state-chunk:{nth + 1}:corrupt" for nth in range(num_lies)], speed=SLOW)
     for stage in range(NUM_STAGES):
@@ -110,7 +110,7 @@ def test_a_donor_that_sends_a_wrong_chunk_is_dropped_and_named(
 
 
 def test_a_donor_killed_in_the_middle_costs_only_its_own_chunks(simulated: Make, references: References) -> None:
-    swarm = simulated(tiny("schedule.steps=7", *SEVERAL_CHUNKS))
+    swarm = simulated(tiny("schedule.steps=5", *SEVERAL_CHUNKS))
     assert len(StateLayout(swarm.manifest, 1).chunks()) >= 9
     swarm.start_coordinator(min_peers=NUM_STAGES + 1)
     victim = start_armed(swarm, "victim", 1, "state-chunk:3:kill", speed=SLOW)
@@ -133,13 +133,13 @@ def test_a_donor_killed_in_the_middle_costs_only_its_own_chunks(simulated: Make,
 
 def test_a_transfer_of_states_is_disturbed_at_each_end(simulated: Make, references: References) -> None:
     """A keeper dies while a checkpoint is fetched from it, a newcomer dies in its download, a link breaks in one."""
-    swarm = simulated(tiny("schedule.steps=10", "checkpoint.every=5", *SEVERAL_CHUNKS))
+    swarm = simulated(tiny("schedule.steps=6", "checkpoint.every=3", *SEVERAL_CHUNKS))
     swarm.start_coordinator(min_peers=NUM_STAGES + 1)
     for stage in range(NUM_STAGES):
         swarm.start_peer(f"peer{stage}", stage)
     keeper = start_armed(swarm, "keeper", 2, "state-chunk:1:kill")
     wait_struck(swarm, keeper, "state-chunk")
-    wait_said(swarm, swarm.coordinator, "checkpoint_written", step=5)
+    wait_said(swarm, swarm.coordinator, "checkpoint_written", step=3)
     donor = swarm.lives["peer1"]
     hold(donor)  # the run stands still, and this is the only one who has the state
     victim = swarm.start_peer("victim", 1, max_down_bytes_per_s=1e6)  # a second for a chunk

@@ -28,10 +28,13 @@ CUTS = {  # what is lost: from, to
 }
 
 
-def start(swarm: SimulatedSwarm) -> None:
+SLOW = 0.1  # of machines: everybody hears of the end, also who had been cut off until shortly before
+
+
+def start(swarm: SimulatedSwarm, speed: float = 1.0) -> None:
     swarm.start_coordinator(min_peers=len(STAGES))
     for name, stage in STAGES.items():
-        swarm.start_peer(name, stage)
+        swarm.start_peer(name, stage, speed=speed)
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -39,11 +42,11 @@ def test_a_line_that_carries_one_direction_only_leaves_no_trace(
     simulated: Make, references: References, cut: str
 ) -> None:
     """A reaches B, but nothing of B reaches A, for the rest of the run. Both still reach everybody else."""
-    swarm = simulated(tiny())
-    start(swarm)
+    swarm = simulated(tiny("schedule.steps=9"))
+    start(swarm, SLOW)
     wait_step(swarm, 2)
     swarm.network.block(*CUTS[cut])
-    wait_step(swarm, swarm.manifest.schedule.steps - 1)
+    wait_step(swarm, 6)
     swarm.network.block(*CUTS[cut], False)  # so that everybody hears of the end
     assert_reference(swarm, references)
 
@@ -55,14 +58,14 @@ def both_ways(swarm: SimulatedSwarm, one: list[str], other: list[str], blocked: 
             swarm.network.block(b, a, blocked)
 
 
-@pytest.mark.parametrize("length_s", [2.0, 8.0, 40.0])
+@pytest.mark.parametrize("length_s", [2.0, 40.0])
 @pytest.mark.parametrize("left", [["peer0"], ["peer1", "peer4"], ["peer0", "peer1", "peer2"], ["coordinator"]])
 def test_a_partition_that_heals(simulated: Make, references: References, left: list[str], length_s: float) -> None:
     """One peer, a whole stage, a chain without a coordinator, a coordinator without a chain."""
     swarm = simulated(tiny("schedule.steps=10"))
     swarm.start_coordinator(min_peers=2 * NUM_STAGES)
     for index in range(2 * NUM_STAGES):
-        swarm.start_peer(f"peer{index}", index % NUM_STAGES, speed=0.1)
+        swarm.start_peer(f"peer{index}", index % NUM_STAGES, speed=SLOW)
     wait_step(swarm, 2)
     right = [name for name in swarm.lives if name not in left]
     both_ways(swarm, left, right, True)
@@ -75,8 +78,10 @@ def test_a_partition_that_heals(simulated: Make, references: References, left: l
 @pytest.mark.parametrize("name", ["coordinator", "peer0", "peer1", "peer2"])
 def test_a_transport_that_dies_and_comes_back(simulated: Make, references: References, name: str) -> None:
     """All streams are gone at once; the daemon stays, and so does its ledger."""
-    swarm = simulated(tiny())
-    swarm.start(num_peers=NUM_STAGES + 1)
+    swarm = simulated(tiny("schedule.steps=7"))
+    swarm.start_coordinator(min_peers=NUM_STAGES + 1)
+    for index in range(NUM_STAGES + 1):
+        swarm.start_peer(f"peer{index}", index % NUM_STAGES, speed=SLOW)
     wait_step(swarm, 2)
     host = swarm.lives[name].process.host
     assert host is not None

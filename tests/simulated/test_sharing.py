@@ -8,7 +8,7 @@ from swarmtrain.simulated.judge import References
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 
 from .conftest import Make
-from .scenes import arm, assert_reference, said, tiny, wait_seen, wait_struck
+from .scenes import arm, assert_reference, said, tiny, wait_said, wait_seen, wait_struck
 
 # Passes that take as long on both stages: the last one does both in one job.
 PACES = ((0.1, 0.1), (0.2, 0.0))
@@ -46,7 +46,7 @@ def test_who_gives_and_who_takes_may_die_of_it(
     simulated: Make, references: References, point: str, action: str, stage: int
 ) -> None:
     """One when it has taken work out of its queue and nobody knows, the other with what was just given to it."""
-    swarm = simulated(tiny(*TWO_STAGES))
+    swarm = simulated(tiny(*TWO_STAGES, *(("schedule.steps=14",) if action == "stop" else ())))
     swarm.start_coordinator(min_peers=4)
     swarm.start_peer("other", 1 - stage)
     peers = [start_slow(swarm, f"peer{index}", stage, f"{point}:1:{action}") for index in range(2)]
@@ -58,7 +58,7 @@ def test_who_gives_and_who_takes_may_die_of_it(
             peer.faults.armed.clear()
     wait_struck(swarm, victim, point, action)
     if action == "stop":
-        swarm.run_for(20.0)
+        wait_said(swarm, swarm.coordinator, "peer_lost", peer=victim.peer_id)
         victim.process.resume()
     assert_reference(swarm, references)
     assert not said(swarm, "run_rolled_back")
