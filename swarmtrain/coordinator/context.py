@@ -82,6 +82,11 @@ class RunContext:
         async with self.changed:
             self.changed.notify_all()
 
+    def is_there(self, member: Member) -> bool:
+        """Whether this incarnation of a peer still counts as one of the run's."""
+        current = self.members.get(member.peer_id)
+        return current is not None and current.key == member.key and current.answers
+
     async def lose(self, member: Member, reason: str, *, must_sync: bool = False) -> None:
         """A peer is gone, or (`must_sync`) of no use in this step: forget it, and void what only it had."""
         current = self.members.get(member.peer_id)

@@ -263,6 +263,11 @@ class Node:
         self._closers.add(task)
         task.add_done_callback(self._closers.discard)
 
+    def has_link(self, peer_id: str) -> bool:
+        """Whether a call to the peer would find an open link. It ends within seconds of the peer's death."""
+        neighbour = self._neighbours.find(peer_id)
+        return neighbour is not None and neighbour.usable() is not None
+
     def links(self) -> tuple[LinkSnapshot, ...]:
         """All links, for status."""
         return self._neighbours.snapshot(self._loop.time())

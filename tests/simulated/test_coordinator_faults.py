@@ -1,0 +1,80 @@
+"""What happens to the coordinator, and around it, must not cost the run what its peers still have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from swarmtrain.run.manifest import Manifest
+from swarmtrain.run.presets import preset
+from swarmtrain.simulated.judge import References, judge
+from swarmtrain.simulated.schedule import TINY
+from swarmtrain.simulated.swarm import Life, SimulatedSwarm
+
+REFERENCES = References()
+
+
+def tiny(**overrides: object) -> Manifest:
+    """A run of two stages; names with two underscores for dots."""
+    wanted: dict[str, object] = {
+        "stages__count": 2,
+        "model__num_layers": 2,
+        "batch__microbatches_per_step": 4,
+        "schedule__steps": 5,
+        "checkpoint__every": 0,
+        **overrides,
+    }
+    return preset("nano", [*TINY, *(f"{name.replace('__', '.')}={value}" for name, value in wanted.items())])
+
+
+@contextmanager
+def swarm_of(manifest: Manifest, root: Path, *, seed: str = "1") -> Iterator[SimulatedSwarm]:
+    """Ends in the reference's bits with books that balance, or the test fails."""
+    with SimulatedSwarm(manifest, seed=seed, root=root) as swarm:
+        yield swarm
+        swarm.run_to_end()
+        assert judge(swarm, REFERENCES(manifest)) == []
+
+
+def never_went_back(swarm: SimulatedSwarm) -> bool:
+    return not swarm.happened("run_rolled_back")
+
+
+def all_leased(swarm: SimulatedSwarm, step: int) -> bool:
+    """Whether all microbatches of a step were answered, and its stages are about to be prepared."""
+    context = swarm.coordinator.daemon.context
+    return context.step == step and context.books is not None and len(context.books.losses) == 4
+
+
+def block(swarm: SimulatedSwarm, one: Life, other: Life, *, blocked: bool = True) -> None:
+    """Nothing passes between two machines."""
+    for source, target in ((one, other), (other, one)):
+        swarm.network.block(source.name, target.name, blocked)
+
+
+@pytest.mark.parametrize("power_loss", [False, True])
+def test_a_stage_whose_sum_died_with_its_holders_is_prepared_again_before_the_decision(
+    tmp_path: Path, *, power_loss: bool
+) -> None:
+    with swarm_of(tiny(), tmp_path) as swarm:
+        swarm.start(num_peers=3)
+        holder, last, other = swarm.peers  # of stages 0, 1 and 0
+        coordinator = swarm.coordinator
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        block(swarm, coordinator, other)
+        swarm.until(lambda: all_leased(swarm, 2), "a step is about to be prepared")
+        last.machine.hangs = True
+        swarm.until(lambda: coordinator.has("stage_prepared", step=2, stage=0), "stage 0 has its sum")
+        assert coordinator.has("peer_lost", peer=other.peer_id)  # it has no part in that
+        block(swarm, coordinator, other, blocked=False)
+        swarm.until(lambda: len(list(coordinator.said("peer_joined", peer=other.peer_id))) == 2, "it is back")
+        assert other.daemon.settled.step == 2
+        holder.kill(power_loss=power_loss)
+        swarm.run_for(2.5)  # longer than an answer counts without being asked again
+        last.machine.release_device()
+        swarm.until(lambda: swarm.step >= 3, "the step is applied")
+        assert len(list(coordinator.said("stage_prepared", step=2, stage=0))) == 2
+        assert never_went_back(swarm)
