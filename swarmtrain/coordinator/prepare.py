@@ -16,6 +16,7 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.model.buffers import StateLayout
 from swarmtrain.net.errors import CallRefused, LinkClosed, NetError, PeerSilent
+from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.observe.events import PrepareFailed, StagePrepared
 from swarmtrain.reduce.coding import stage_elements
 from swarmtrain.reduce.partition import owned_elements
@@ -131,7 +132,7 @@ class Preparer:
             return True
         answers = await asyncio.gather(*(self._ask(member, prepared.request) for member in there))
         for member, answer in zip(there, answers, strict=True):
-            if isinstance(answer, NetError) and not isinstance(answer, CallRefused):
+            if isinstance(answer, NetError) and not isinstance(answer, CallRefused | HostDownError):
                 await context.lose(member, str(answer))
         return any(isinstance(answer, Prepared) and answer.digest == prepared.digest for answer in answers)
 
@@ -211,14 +212,14 @@ class Preparer:
 
     async def _ask(self, member: Member, request: Prepare) -> Prepared | Unprepared | NetError:
         """One peer's answer. A broken link is dialed again once: the same attempt asked again gives the same answer."""
-        node = self._context.node
+        call = self._context.patient_call
         try:
             try:
-                answer = await node.call(member.peer_id, request, deadline_s=PREPARE_S)
+                answer = await call(member.peer_id, request, deadline_s=PREPARE_S)
             except PeerSilent:
                 raise
             except LinkClosed:
-                answer = await node.call(member.peer_id, request, deadline_s=PREPARE_S)
+                answer = await call(member.peer_id, request, deadline_s=PREPARE_S)
         except NetError as error:
             return error
         if isinstance(answer, Prepared | Unprepared):
@@ -255,7 +256,7 @@ class Preparer:
             elif isinstance(answer, CallRefused):
                 if answer.code in (Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
                     await context.lose(member, f"cannot take part in step {request.step}: {answer.code}")
-            else:
+            elif not isinstance(answer, HostDownError):  # that is nobody's fault but this host's
                 await context.lose(member, str(answer))
         if _agreed(answers) is not None:
             return  # it was the other stage of the group that failed

@@ -78,3 +78,47 @@ def test_a_stage_whose_sum_died_with_its_holders_is_prepared_again_before_the_de
         swarm.until(lambda: swarm.step >= 3, "the step is applied")
         assert len(list(coordinator.said("stage_prepared", step=2, stage=0))) == 2
         assert never_went_back(swarm)
+
+
+def reroutes(life: Life) -> dict[str, int]:
+    """Calls of the next stage that went elsewhere, by cause."""
+    daemon = life.daemon
+    dispatcher = daemon.context.dispatcher if life.stage < 0 else daemon.settled.dispatcher
+    return dict(dispatcher.counters.rerouted)
+
+
+@pytest.mark.parametrize("moment", ["leasing", "preparing"])
+def test_nobody_is_lost_when_it_is_the_coordinators_own_transport_that_is_away(tmp_path: Path, moment: str) -> None:
+    with swarm_of(tiny(), tmp_path) as swarm:
+        swarm.start(num_peers=4)
+        coordinator = swarm.coordinator
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        if moment == "preparing":
+            swarm.until(lambda: all_leased(swarm, 2), "a step is about to be prepared")
+        host = coordinator.process.host
+        assert host is not None
+        coordinator.process.call_soon(host.fail)
+        swarm.run_for(25.0)  # longer than a peer may be silent, and longer than a dial takes
+        assert swarm.step == 2
+        coordinator.process.call_soon(host.recover)
+        swarm.until(lambda: swarm.step >= 4, "the run goes on", limit_s=30.0)
+        assert not coordinator.has("peer_lost")
+        assert set(reroutes(coordinator)) <= {"own-transport", "busy", "elsewhere"}
+
+
+def test_a_peer_does_not_shun_its_neighbours_when_its_own_transport_was_away(tmp_path: Path) -> None:
+    with swarm_of(tiny(schedule__steps=12), tmp_path) as swarm:
+        swarm.start(num_peers=3)  # two of stage 0, one of stage 1
+        first = swarm.peers[0]
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        sent = first.daemon.settled.dispatcher.counters.sent
+        swarm.until(lambda: first.daemon.settled.dispatcher.counters.sent > sent, "it has called the next stage")
+        host = first.process.host
+        assert host is not None
+        first.process.call_soon(host.fail)
+        swarm.run_for(1.0)
+        first.process.call_soon(host.recover)
+        swarm.until(lambda: swarm.step >= 4, "the run goes on")
+        causes = reroutes(first)
+        assert causes.get("own-transport"), causes
+        assert not {"failed", "unreachable", "timeout"} & set(causes), causes
