@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from swarmtrain.net.host_errors import BootstrapError
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset
 from swarmtrain.simulated.judge import References, judge
@@ -122,3 +123,36 @@ def test_a_peer_does_not_shun_its_neighbours_when_its_own_transport_was_away(tmp
         causes = reroutes(first)
         assert causes.get("own-transport"), causes
         assert not {"failed", "unreachable", "timeout"} & set(causes), causes
+
+
+@pytest.mark.parametrize("phase", ["", "network"])
+def test_a_peer_that_starts_while_the_coordinator_is_away_waits_for_it_and_says_so(tmp_path: Path, phase: str) -> None:
+    """Without a phase, nobody of its invite answers; in the other case they do, and no coordinator is there."""
+    with swarm_of(tiny(), tmp_path) as swarm:
+        swarm.start(num_peers=2)
+        swarm.until(lambda: swarm.step == 1, "a step")
+        if not phase:
+            swarm.coordinator.kill()
+        newcomer = swarm.start_peer("newcomer", 0)
+        if phase:
+            swarm.until(lambda: newcomer.has("phase_reached", phase=phase), "it is in the network")
+            swarm.coordinator.kill()
+        swarm.run_for(150.0)
+        assert newcomer.is_running
+        waits = list(newcomer.said("phase_reached", phase="waiting"))
+        assert 1 <= len(waits) <= 10, waits
+        swarm.start_coordinator()
+        swarm.until(lambda: newcomer.has("phase_reached", phase="manifest"), "it has found the run")
+        assert not newcomer.errors
+
+
+def test_a_peer_gives_up_looking_for_its_run_when_it_was_told_for_how_long(tmp_path: Path) -> None:
+    with swarm_of(tiny(), tmp_path) as swarm:
+        swarm.start(num_peers=2)
+        swarm.coordinator.kill()
+        newcomer = swarm.start_peer("newcomer", 0, find_s=30.0)
+        began = swarm.now
+        swarm.until(lambda: not newcomer.is_running, "it gives up")
+        assert 15.0 < swarm.now - began < 45.0
+        assert isinstance(newcomer.errors[0], BootstrapError)
+        swarm.start_coordinator()
