@@ -58,6 +58,9 @@ class World(Protocol):
     def wall(self) -> float:
         """Seconds since the epoch, as this machine believes."""
 
+    def processor(self) -> float:
+        """Seconds of processor time that this thread has used."""
+
     def random(self) -> randomness.Random:
         """A new source of random numbers."""
 
@@ -84,6 +87,10 @@ class RealWorld:
     def wall(self) -> float:
         """See `World`."""
         return time.time()
+
+    def processor(self) -> float:
+        """See `World`."""
+        return time.thread_time()
 
     def random(self) -> randomness.Random:
         """See `World`."""
@@ -162,6 +169,11 @@ def monotonic() -> float:
 def wall() -> float:
     """See `World`."""
     return _current.get().wall()
+
+
+def processor() -> float:
+    """See `World`."""
+    return _current.get().processor()
 
 
 def random() -> randomness.Random:

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from swarmtrain.chain.rebalancing import MoveRules
+from swarmtrain.peer.context import CONTACT_S
+from swarmtrain.simulated.judge import excesses
 from swarmtrain.simulated.loop import Deadlock
 from swarmtrain.simulated.schedule import Fault, Schedule
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm, told
@@ -46,25 +48,43 @@ class Director:
         limit_s = SETTLE_S + sum(fault.length_s + fault.delay_s + PATIENCE_S for fault in self.schedule.faults)
         try:
             swarm.loop.run_until(lambda: faults.done() or swarm.is_over, limit_s=limit_s)
-            for undo in self._undo:
-                undo()
-            swarm.loop.run_until(lambda: swarm.is_over, limit_s=SETTLE_S)
+            if not swarm.is_over:
+                self._heal()
+                swarm.loop.run_until(lambda: swarm.is_over, limit_s=SETTLE_S)
             for task in (faults, keeper):
                 task.cancel()
             self._let_go()
         except Deadlock as error:
             swarm.failed(str(error))
 
+    def _heal(self) -> None:
+        """Nothing goes wrong any more."""
+        for undo in self._undo:
+            undo()
+
     def _let_go(self) -> None:
+        """Whoever could hear that the run is over goes by itself; the others may wait for ever, for all they know."""
         swarm, everybody = self.swarm, list(self.swarm.lives.values())
         for life in swarm.peers:  # who has not found the run before it was over waits for it until its owner ends it
             if life.is_running and life.daemon is not None and life.daemon.settled is None:
                 life.process.call_soon(partial(life.daemon.leave, "asked by a signal"))
         if not swarm.is_over:
             swarm.failed(f"the run stands still at step {swarm.step}")
-        elif not swarm.loop.run_until(lambda: not any(life.is_running for life in everybody), limit_s=LEAVE_S):
-            left = [life.name for life in everybody if life.is_running]
+            return
+        told = [life for life in everybody if life.stage < 0 or self._is_in_contact(life)]
+        self._heal()
+        if not swarm.loop.run_until(lambda: not any(life.is_running for life in told), limit_s=LEAVE_S):
+            left = [life.name for life in told if life.is_running]
             swarm.failed(f"the run is over, and these daemons do not end: {', '.join(left)}")
+
+    def _is_in_contact(self, life: Life) -> bool:
+        """Whether a peer hosts a stage, and nothing stands between it and the coordinator."""
+        swarm, settled = self.swarm, getattr(life.daemon, "settled", None)
+        if not life.is_running or settled is None or life.process.is_stopped:
+            return False
+        names, host = (life.name, swarm.coordinator.name), life.process.host
+        is_blocked = swarm.network.is_blocked(*names) or swarm.network.is_blocked(*reversed(names))
+        return not is_blocked and host is not None and host.is_ready and settled.contact_at > swarm.now - CONTACT_S
 
     def _helper_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -85,6 +105,8 @@ class Director:
             await asyncio.sleep(RESTART_S / 4)
             if swarm.is_over:
                 continue
+            for excess in excesses(swarm):
+                swarm.failed(excess)
             for name, is_wanted in list(self._wanted.items()):
                 life = swarm.lives[name]
                 if life.is_running or not is_wanted:
@@ -169,12 +191,11 @@ class Director:
         if (life := self._life(fault.target)) is None or life.daemon is None:
             return False
         life.arm(fault.point, fault.nth, fault.action)
-        process = life.process
-        self._undo.append(process.resume)
-        self.swarm.at(self.swarm.now + fault.length_s, process.resume)
+        life.stop_s = fault.length_s
         return True
 
     _coordinator_point = _point
+    _corrupt = _point
 
     def _stop(self, fault: Fault) -> bool:
         if (life := self._life(fault.target)) is None:
@@ -225,6 +246,9 @@ class Director:
 
     def _cut_pair(self, fault: Fault) -> bool:
         return self.swarm.network.cut(fault.target, fault.other) > 0
+
+    def _flip(self, fault: Fault) -> bool:
+        return self.swarm.network.flip(fault.target)
 
     def _block(self, pairs: list[tuple[str, str]], length_s: float) -> None:
         network = self.swarm.network

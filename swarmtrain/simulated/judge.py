@@ -16,6 +16,8 @@ from swarmtrain.reference import ReferenceTrainer
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.simulated.swarm import SimulatedSwarm
 
+SPARE_JOBS = 32  # step work and messages do not count against the queue for passes
+TASKS_PER_LIFE = 16
 LOSS_TOLERANCE = 0.3  # of codecs that remember: another peer remembers something else
 
 
@@ -75,4 +77,26 @@ def judge(swarm: SimulatedSwarm, reference: ReferenceRun, *, is_exact: bool = Tr
         abs(a - b) > LOSS_TOLERANCE for a, b in zip(losses, reference.losses, strict=True)
     ):
         found.append(f"the losses {losses} are too far from the reference's {reference.losses}")
+    return found
+
+
+def excesses(swarm: SimulatedSwarm) -> list[str]:
+    """What is larger than it may ever be, in daemons that run now."""
+    found = []
+    num_lives, num_microbatches = len(swarm.lives), swarm.manifest.batch.microbatches_per_step
+    for life in swarm.lives.values():
+        if not life.is_running or life.daemon is None:
+            continue
+        context = life.daemon.settled if life.stage >= 0 else getattr(life.daemon, "context", None)
+        if context is None:
+            continue
+        if life.stage >= 0:
+            if context.compute.backlog() > context.max_queue + SPARE_JOBS:
+                found.append(f"{life.name}: {context.compute.backlog()} jobs wait")
+            if len(context.ledger) > num_microbatches:
+                found.append(f"{life.name}: {len(context.ledger)} entries in its ledger")
+        elif len(context.background) > TASKS_PER_LIFE * num_lives:
+            found.append(f"{life.name}: {len(context.background)} pieces of work in the background")
+        if context.node.num_handlers > TASKS_PER_LIFE * (num_lives + num_microbatches):
+            found.append(f"{life.name}: {context.node.num_handlers} requests are being answered")
     return found

@@ -208,6 +208,10 @@ class SimulatedProcess:
         """See `World`."""
         return EPOCH_S + self.machine.loop.time() + self.machine.clock_offset_s
 
+    def processor(self) -> float:
+        """See `World`: nothing costs anything here."""
+        return 0.0
+
     def random(self) -> random.Random:
         """See `World`."""
         return random.Random(self._rng.getrandbits(64))

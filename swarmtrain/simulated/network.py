@@ -110,6 +110,13 @@ class Network:
                     end.outgoing.finish()
         return count
 
+    def flip(self, machine: str) -> bool:
+        """Damage one bit of what a machine has under way; whether it had anything."""
+        busy = [pipe for pipe in self.pipes if machine in (pipe.source, pipe.target) and pipe.num_waiting]
+        if busy:
+            self.rng.choice(busy).flip(self.rng)
+        return bool(busy)
+
     def detach(self, host: SimulatedHost, *, silently: bool) -> None:
         """A process is gone with its streams. `silently`: the others are not told, as when a machine loses power."""
         self.leave(host)
@@ -191,6 +198,19 @@ class Pipe:
             kept = data[: rng.randrange(len(data) + 1)]
             self.num_bytes -= len(data) - len(kept)
             self._items.append((at, kept))
+
+    @property
+    def num_waiting(self) -> int:
+        """Pieces on their way."""
+        return sum(1 for _, data in self._items if data)
+
+    def flip(self, rng: random.Random) -> None:
+        """Damage one bit on its way."""
+        index = rng.choice([number for number, (_, data) in enumerate(self._items) if data])
+        at, data = self._items[index]
+        damaged = bytearray(data or b"")
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        self._items[index] = (at, bytes(damaged))
 
     def poke(self) -> None:
         """Something may arrive now that could not before."""

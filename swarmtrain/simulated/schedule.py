@@ -111,6 +111,8 @@ KINDS = {
     "join": 3,
     "cut": 3,
     "cut-pair": 2,
+    "flip": 1,
+    "corrupt": 1,
     "partition": 2,
     "one-way": 2,
     "slow-line": 2,
@@ -181,6 +183,8 @@ def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int
         changes |= {"target": target if is_peer else "coordinator", "nth": rng.randint(1, 4)}
         changes["point"] = rng.choice(PEER_POINTS if is_peer else COORDINATOR_POINTS)
         changes["action"] = rng.choice(("kill", "kill", "kill", "stop", "cut") if is_peer else ("kill", "kill", "cut"))
+    elif kind == "corrupt":  # found out by a digest; what only a majority of replicas could find out is not promised
+        changes |= {"point": "state-chunk", "nth": rng.randint(1, 3), "action": "corrupt"}
     elif kind == "join":
         changes |= {"target": f"stage{rng.randrange(num_stages)}", "length_s": 0.0}
     elif kind == "empty-stage":
@@ -189,7 +193,7 @@ def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int
         target, other = rng.sample(everybody, 2)
         changes |= {"target": target, "other": other}
         changes |= {"amount": rng.choice((20e3, 100e3))} if kind == "slow-line" else {}
-    elif kind in ("cut", "transport"):
+    elif kind in ("cut", "flip", "transport"):
         changes["target"] = rng.choice(everybody)
     elif kind == "partition":
         changes |= {"amount": float(rng.getrandbits(len(everybody)))}

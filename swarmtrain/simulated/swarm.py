@@ -60,6 +60,7 @@ class Life:
     events: list[tuple[float, Event]] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)  # with which its processes ended
     daemon: Any = None  # of its last process
+    stop_s: float = 8.0  # how long a fault that stops it at a point lasts
 
     @property
     def name(self) -> str:
@@ -130,6 +131,7 @@ class SimulatedSwarm:
         asyncio.set_event_loop(self.loop)
         self._collects = gc.isenabled()
         gc.disable()  # when objects are freed must not depend on what ran before
+        gc.freeze()  # what is there now is not looked at when this swarm is freed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -166,6 +168,7 @@ class SimulatedSwarm:
         self.network.streams.clear()
         self.network.pipes.clear()
         gc.collect()
+        gc.unfreeze()
         self.loop.close()
 
     # ---- what is there -----------------------------------------------------------------------------------------------
@@ -285,7 +288,9 @@ class SimulatedSwarm:
     def _faults(self, life: Life) -> Faults:
         def strike(action: Action) -> None:
             if action is Action.STOP:
-                life.process.stop()
+                process = life.process
+                process.stop()
+                self.at(self.now + life.stop_s, process.resume)
             else:
                 life.process.kill()
                 raise Killed
