@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "swarmtrain"
 # Lower floors first. A module may import its own room and every lower floor.
 FLOORS = [
     {"errors", "__init__"},
+    {"units"},
     {"native"},
     {"run"},
     {"model", "codec", "wire"},
