@@ -85,6 +85,15 @@ def test_impossible_settings_name_the_key_and_what_is_allowed(
     assert not complete(tmp_path / "out" / "checkpoints")
 
 
+def test_a_model_that_no_machine_holds(tmp_path: Path) -> None:
+    settings = ("hidden_size=16384", "num_layers=512", "num_heads=64", "num_kv_heads=64", "ffn_size=65536")
+    overrides = [item for setting in settings for item in ("--set", f"model.{setting}")]
+    line = assert_one_line(call("train", "nano", *overrides, "--out", tmp_path / "out"), 5, "ST-HARDWARE")
+    assert "needs about" in line
+    assert "there are" in line
+    assert not complete(tmp_path / "out" / "checkpoints")
+
+
 @pytest.mark.parametrize("verb", ["train", "manifest"])
 def test_something_that_is_no_manifest(tmp_path: Path, verb: str) -> None:
     line = assert_one_line(call(verb, tmp_path / "missing.toml"), 2, "ST-USAGE")
