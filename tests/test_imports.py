@@ -14,7 +14,7 @@ FLOORS = [
     {"native"},
     {"run"},
     {"model", "codec", "wire"},
-    {"reduce", "route", "net", "data", "observe", "boundary"},
+    {"reduce", "route", "net", "data", "observe", "boundary", "checkpoint_index"},
     {"checkpoint"},
     {"chain"},
     {"peer", "coordinator", "sim", "reference"},
