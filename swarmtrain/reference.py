@@ -130,7 +130,12 @@ class ReferenceTrainer:
         """Write a checkpoint of the current state."""
         assert self.out is not None
         states = [worker.state for worker in self.workers]
-        return checkpoints.save_states(self.out / "checkpoints", states, keep=self.manifest.checkpoint.keep)
+        return checkpoints.save_states(
+            self.out / "checkpoints",
+            states,
+            keep=self.manifest.checkpoint.keep,
+            data_digest=self.source.digest,
+        )
 
     def _begin_step(self, t: int) -> None:
         """Codecs forget everything where a checkpoint lies, as peers' do: a run that resumes there knows no more."""
@@ -214,6 +219,7 @@ class ReferenceTrainer:
         if newest is None:
             return None
         newest.check_run(self.manifest)
+        newest.check_data(self.source.digest)
         for worker in self.workers:
             newest.restore(worker.state)
         return newest.path

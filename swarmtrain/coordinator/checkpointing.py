@@ -7,8 +7,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from swarmtrain.boundary import codec_pair
 from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
 from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, latest, open_checkpoint, prune, set_aside
@@ -39,8 +37,8 @@ def codecs_remember(manifest: Manifest) -> bool:
 class Checkpoints:
     """The run's checkpoint directory. Also the donor of last resort: it serves the newest checkpoint's states."""
 
-    def __init__(self, context: RunContext, directory: Path) -> None:
-        self._context, self.directory = context, directory
+    def __init__(self, context: RunContext, directory: Path, *, data_digest: str = "") -> None:
+        self._context, self.directory, self._data_digest = context, directory, data_digest
         for path in set_aside(directory, after=context.journal.num_steps()):
             log.warning("%s is of steps that the journal does not have: it does not count", path)
         self.newest: Checkpoint | None = latest(directory)
@@ -48,6 +46,7 @@ class Checkpoints:
         self._loading = asyncio.Lock()
         if self.newest is not None:
             self.newest.check_run(context.manifest)
+            self.newest.check_data(data_digest)
 
     @property
     def step(self) -> int:
@@ -64,7 +63,7 @@ class Checkpoints:
         """Fetch every stage's state from its keepers and write a checkpoint; False (and an event) if that failed."""
         context = self._context
         try:
-            with CheckpointWriter(self.directory, context.manifest, step, 0) as writer:
+            with CheckpointWriter(self.directory, context.manifest, step, 0, data_digest=self._data_digest) as writer:
                 for stage, digest in enumerate(digests):
                     layout = StateLayout(context.manifest, stage)
                     download = Download(context.node, context.run_id, layout, step, digest)
@@ -109,10 +108,5 @@ class Checkpoints:
         return source
 
     def _load(self, checkpoint: Checkpoint, stage: int) -> StateSource:
-        layout = StateLayout(self._context.manifest, stage)
-        buffers = layout.empty()
-        stored = checkpoint.load_stage(stage)
-        with torch.no_grad():
-            for name, view in layout.named(buffers):
-                view.copy_(stored[name])
-        return StateSource(layout, checkpoint.step, checkpoint.basis_epoch, buffers)
+        stored = checkpoint.load(stage)
+        return StateSource(stored.layout, checkpoint.step, checkpoint.basis_epoch, stored.buffers)

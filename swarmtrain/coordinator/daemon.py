@@ -21,12 +21,13 @@ from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
 from swarmtrain.chain.rebalancing import MoveRules
+from swarmtrain.checkpoint import other_data
 from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.apply import Applies
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.enrolment import Enrolment
-from swarmtrain.coordinator.journal import Journal, JournalError
+from swarmtrain.coordinator.journal import DATA_DIGEST, Journal, JournalError
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.coordinator.rivals import check_running, check_start
@@ -133,8 +134,9 @@ class CoordinatorDaemon:
             await self.context.close()
 
     def _open(self, stack: contextlib.AsyncExitStack) -> None:
-        """The run's key and journal; a new run writes them, a resumed one must match them."""
+        """The run's data, key and journal; a new run notes them, a resumed one must match them."""
         options = self.options
+        self._sampler = self._make_sampler(options.manifest)
         try:
             options.state_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -153,9 +155,18 @@ class CoordinatorDaemon:
             raise JournalError(
                 f"{options.state_dir} holds another run", fix="use its own manifest, or another --state-dir"
             )
+        self._check_data()
         self.journal.set("manifest", options.manifest.canonical())
         self.run_id = run_id_of(options.manifest.digest(), self._key.public_bytes)
         self.journal.set("run_id", self.run_id)
+
+    def _check_data(self) -> None:
+        """A run that goes on with other tokens would be neither training, and nobody could tell from its books."""
+        known, found = self.journal.get(DATA_DIGEST), self._sampler.data_digest
+        if known is None:
+            self.journal.set(DATA_DIGEST, found)
+        elif known != found:
+            raise other_data(f"the run in {self.options.state_dir}", self.options.manifest.data.source, known, found)
 
     async def _connect(self, stack: contextlib.AsyncExitStack) -> tuple[Host, Directory, Node]:
         options = self.options
@@ -197,12 +208,14 @@ class CoordinatorDaemon:
             node=node,
             dispatcher=Dispatcher(node, neighbours),
             journal=self.journal,
-            sampler=self._make_sampler(manifest),
+            sampler=self._sampler,
             events=self.events,
             stages=[StageBook() for _ in range(manifest.stages.count)],
             faults=self.options.faults,
         )
-        self.checkpoints = Checkpoints(self.context, self.options.state_dir / "checkpoints")
+        self.checkpoints = Checkpoints(
+            self.context, self.options.state_dir / "checkpoints", data_digest=self._sampler.data_digest
+        )
         self._resume()
         applies = Applies(self.context)
         self.enrolment = Enrolment(self.context, applies.tell)

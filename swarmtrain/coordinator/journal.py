@@ -24,6 +24,7 @@ from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.net.host_errors import StateDirectoryInUseError
 
 SCHEMA_VERSION = 1
+DATA_DIGEST = "data_digest"  # of the run's tokens: a fact of `run`; a journal of an older version does not know it
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
