@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmtrain.checkpoint import complete, open_checkpoint
-from swarmtrain.coordinator.journal import DATA_DIGEST, Decision, Journal, JournalError
+from swarmtrain.coordinator.journal import DATA_DIGEST, Decision, Journal
+from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.coordinator.seals import chain_hash
 from swarmtrain.errors import HardwareError, SwarmtrainError
 from swarmtrain.run.manifest import Manifest, parse_manifest

@@ -27,7 +27,8 @@ from swarmtrain.coordinator.apply import Applies
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.enrolment import Enrolment
-from swarmtrain.coordinator.journal import DATA_DIGEST, Journal, JournalError
+from swarmtrain.coordinator.journal import DATA_DIGEST, Journal
+from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.coordinator.rivals import check_running, check_start
@@ -69,6 +70,7 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_S = 10.0
 RECORD_LIFE_S = 45.0
+JOURNAL_S = 2.0  # between looks whether the journal is still there; each write looks as well
 STARTING_S = 0.5  # when to ask a coordinator again that knows no answer yet
 
 
@@ -122,6 +124,7 @@ class CoordinatorDaemon:
                 helpers = [
                     tasks.create_task(self._announce(directory, host)),
                     tasks.create_task(self._watch_rivals(directory)),
+                    tasks.create_task(self._watch_journal()),
                     tasks.create_task(self.enrolment.watch()),
                     tasks.create_task(self._observed.watch()),
                 ]
@@ -243,6 +246,7 @@ class CoordinatorDaemon:
             book.checkpoint = self.checkpoints.offer(stage)
         if context.step:
             context.tally.resume(self.journal.contributions())
+            context.tally.names = self.journal.names()
             self.keeper.recall(self.journal.curve(MAX_POINTS))
             self._phase("resume", f"step {context.step}, newest checkpoint at step {self.checkpoints.step}")
 
@@ -294,6 +298,12 @@ class CoordinatorDaemon:
         while True:
             await asyncio.sleep(ANNOUNCE_S)
             await check_running(directory, self._claim())
+
+    async def _watch_journal(self) -> None:
+        """A coordinator without a journal ends: nothing that it decides could be found again."""
+        while True:
+            self.journal.check_place()
+            await asyncio.sleep(JOURNAL_S)
 
     async def _until_stopped(self, work: Any) -> None:
         """Run `work` unless asked to stop."""

@@ -31,3 +31,15 @@ def test_doubts_about_peers_that_never_return_are_forgotten() -> None:
         return list(observer._doubts)
 
     assert asyncio.run(main()) == ["peer49"]
+
+
+def test_contributors_that_left_keep_their_names_and_those_who_are_here_say_theirs() -> None:
+    context = bare_context(preset("nano"))
+    context.members.enroll("here", Enroll("run", 1, "serving", "1", 3, "d", 0.0, 0.0, 0.0, 0.0, "new", ""), 0.0)
+    context.tally.resume({"here": 5, "gone": 7, "nameless": 1})
+    context.tally.names = {"here": "old", "gone": "otto"}
+    missing = cast(Any, None)
+    observer = RunObserver(context, missing, missing, invite="", refused={})
+    found = {item["peer"]: (item["name"], item["here"]) for item in observer._contributors(context.members.everybody())}
+    assert found == {"here": ("new", True), "gone": ("otto", False), "nameless": ("", False)}
+    assert context.tally.names["here"] == "old"  # what the journal has: the new name is written with the next step

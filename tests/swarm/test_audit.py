@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from swarmtrain.audit import audit
 from swarmtrain.cli.main import app
-from swarmtrain.coordinator.journal import DATA_DIGEST, Decision, Journal, JournalError
+from swarmtrain.coordinator.journal import DATA_DIGEST, Decision, Journal
+from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.errors import ExitCode
 from swarmtrain.net.host_errors import StateDirectoryInUseError
 from swarmtrain.reference import ReferenceTrainer
@@ -27,7 +28,7 @@ from .harness import tiny
 
 MANIFEST = tiny("schedule.steps=3", "model.num_layers=2", "stages.count=2", "batch.microbatches_per_step=2")
 PEERS = (("peerA", "a"), ("peerB", "b"))
-TABLES = ("run", "steps", "entries", "losses", "replicas", "validations", "checkpoints", "log")
+TABLES = ("run", "steps", "entries", "losses", "replicas", "validations", "checkpoints", "names", "log")
 
 
 def decision(manifest: Manifest, step: int) -> Decision:
@@ -60,7 +61,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         journal.set("term", "1")
         journal.set(DATA_DIGEST, trainer.source.digest)
         for step in range(3):
-            journal.decide(decision(MANIFEST, step))
+            journal.decide(decision(MANIFEST, step), {"peerA": "anna"} if step == 1 else None)
             for stage, digest in enumerate(digests):
                 for peer in PEERS:
                     journal.note_replica(step + 1, stage, *peer, digest if step == 2 else f"{step}{stage}" * 32)
