@@ -363,6 +363,7 @@ class CoordinatorDaemon:
     def _link_closed(self, peer_id: str, error: LinkClosed) -> None:
         if self.observer is not None:
             self.observer.link_closed(peer_id, error)
+            self.context.members.doubt(peer_id, asyncio.get_running_loop().time())
 
     def _phase(self, phase: str, detail: str = "") -> None:
         self.events.emit(PhaseReached(phase, detail))

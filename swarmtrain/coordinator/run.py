@@ -11,6 +11,7 @@ from swarmtrain.coordinator.admission import servers
 from swarmtrain.coordinator.apply import Applies, StepResult
 from swarmtrain.coordinator.checkpointing import Checkpoints, codecs_remember, explained
 from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.steps import StepDriver
 from swarmtrain.errors import StorageError
 from swarmtrain.observe.events import RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
@@ -19,6 +20,7 @@ from swarmtrain.observe.word import no_peers
 T = TypeVar("T")
 
 WATCH_S = 0.5
+DOUBT_S = 1.0  # a peer whose link broke has so long to call again before its stage is said to be empty
 FIRST_RETRY_S = 0.5  # between attempts at the last checkpoint: twice as long after each that fails, up to
 MAX_FETCH_RETRY_S = 5.0  # where peers did not give a state, or
 MAX_WRITE_RETRY_S = 60.0  # where it could not be written: every attempt fetches all states, and a full disk stays full
@@ -99,12 +101,18 @@ class Run:
                 serving = context.members.of_stage(stage, "serving")
                 resting = context.members.of_stage(stage, "draining", "paused")
                 is_held = any(run.holds(member) for member in [*serving, *resting])
-                self._note_stage(stage, empty=not serving)  # who rests keeps the state, and takes no work
+                reachable = [member for member in serving if not self._is_doubted(member)]
+                self._note_stage(stage, empty=not reachable)  # who rests keeps the state, and takes no work
                 can_return = bool(context.members.of_stage(stage, "serving", "syncing", "joining"))
                 if is_held or not can_return or has_newest:
                     since.pop(stage, None)
                 elif now - since.setdefault(stage, now) > ROLL_BACK_AFTER_S:
                     return stage
+
+    def _is_doubted(self, member: Member) -> bool:
+        """Whether its link has been broken for a while: it is probably gone, long before it counts as lost."""
+        doubted_at = member.doubted_at
+        return doubted_at is not None and asyncio.get_running_loop().time() - doubted_at >= DOUBT_S
 
     async def _roll_back(self, stage: int) -> None:
         """All stages go back to the last checkpoint, under a new term, so that nothing of the lost steps counts."""
