@@ -12,7 +12,7 @@ import pytest
 from swarmtrain.checkpoint import save_states
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
-from swarmtrain.coordinator.journal import DATA_DIGEST, Journal
+from swarmtrain.coordinator.journal import DATA_DIGEST, Decision, Journal
 from swarmtrain.errors import DataError
 from swarmtrain.model.state import StageState
 from swarmtrain.observe.events import Events
@@ -54,6 +54,18 @@ def test_a_journal_of_an_older_version_takes_note_of_its_data(tmp_path: Path) ->
     assert noted(tmp_path)[DATA_DIGEST] == "a" * 64
     with pytest.raises(DataError):
         open_with(tmp_path, "b" * 64)
+
+
+def test_a_resumed_run_knows_who_took_part_and_what_they_called_themselves(tmp_path: Path) -> None:
+    daemon = CoordinatorDaemon(CoordinatorOptions(MANIFEST, tmp_path), Events(), cast(Any, None))
+    entries = {0: {("a", "1"): [0, 1]}}
+    with Journal(tmp_path / "journal.sqlite") as daemon.journal:
+        daemon.journal.decide(Decision(0, 1, 2.5, 1.0, 1.0, 0.1, (("x", 1.0),), entries, {0: 2.5}), {"a": "anna"})
+        daemon.context = bare_context(MANIFEST, stages=[])
+        daemon.checkpoints = cast(Any, SimpleNamespace(step=0))
+        daemon._resume()
+    assert daemon.context.tally.contributed == {"a": 2}
+    assert daemon.context.tally.names == {"a": "anna"}
 
 
 def test_a_checkpoint_of_other_data_is_refused_even_if_the_journal_does_not_know_its_own(tmp_path: Path) -> None:

@@ -23,6 +23,14 @@ def test_the_state_of_a_stage_that_does_not_fit() -> None:
     assert "swarmtrain plan" in found.value.fix
 
 
+def test_memory_that_linux_would_promise_and_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives out more than there is, and kills the process when that is filled."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 1000)
+    monkeypatch.setattr(memory.psutil, "swap_memory", lambda: SimpleNamespace(free=1000))
+    with pytest.raises(HardwareError, match=r"stage 0 needs about .* GB of memory, there are 0\.0 GB"):
+        StateLayout(preset("nano"), 0).empty()
+
+
 def test_memory_that_is_there_and_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under a `ulimit`: the machine has it, the process does not get it."""
     monkeypatch.setattr(buffers, "check_memory", lambda needed_bytes, what: None)
