@@ -132,4 +132,4 @@ def explained(failure: Exception | None) -> str:
     if cause is None:
         return str(failure)
     reason = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else str(cause)
-    return f"no disk space ({reason})" if NO_SPACE.search(reason) else reason
+    return "no disk space" if NO_SPACE.search(reason) else reason

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from safetensors import SafetensorError
 
 from swarmtrain.chain.state_transfer import SyncFailed
 from swarmtrain.coordinator import run as run_module
@@ -28,6 +29,18 @@ SIGN = Enroll("run", 0, "serving", "1", 5, "d", 0.0, 0.0, 0.0, 0.0, "", "")
 def full_disk() -> StorageError:
     error = StorageError("cannot write /secret/place/checkpoints/step-00000005: No space left on device")
     error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    return error
+
+
+def full_disk_as_safetensors_says_it() -> StorageError:
+    error = StorageError("cannot write /secret/place/checkpoints/step-00000005: I/O error")
+    error.__cause__ = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    return error
+
+
+def no_permission() -> StorageError:
+    error = StorageError("cannot write /secret/place/checkpoints/step-00000005: Permission denied")
+    error.__cause__ = PermissionError(errno.EACCES, "Permission denied", "/secret/place")
     return error
 
 
@@ -89,7 +102,7 @@ def test_a_full_disk_is_tried_ever_less_often_and_the_run_says_that_it_waits_for
     assert set(ending.seen) == {
         (
             "waiting",
-            "the last checkpoint waits: no disk space (No space left on device)",
+            "the last checkpoint waits: no disk space",
             "the last checkpoint, then the end, as soon as that has changed",
         )
     }
@@ -104,6 +117,16 @@ def test_peers_that_do_not_give_a_state_are_asked_again_soon(monkeypatch: pytest
     ending.wait()
     assert ending.pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
     assert ending.seen[0][1] == "the last checkpoint waits: none of 2 donors has the state of step 5"
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [(full_disk_as_safetensors_says_it(), "no disk space"), (no_permission(), "Permission denied")],
+)
+def test_other_ways_in_which_a_disk_refuses(monkeypatch: pytest.MonkeyPatch, failure: StorageError, told: str) -> None:
+    ending = Ending(monkeypatch, failure)
+    ending.wait()
+    assert ending.seen[0][1] == f"the last checkpoint waits: {told}"
 
 
 def test_another_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
