@@ -102,6 +102,7 @@ class Applies:
         await context.wait_for(lambda: all(self._answers))
         answers = [dict(found) for found in self._answers]
         digests = tuple([await self._majority(stage, decision.step, found) for stage, found in enumerate(answers)])
+        context.journal.flush()
         held = tuple(tuple(peer for peer in kept if peer in answers[stage]) for stage, kept in enumerate(keepers))
         self._enter_next(decision.step + 1, digests, held, snapshot_due)
         return StepResult(decision, digests, held)
