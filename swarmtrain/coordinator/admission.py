@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 from swarmtrain.coordinator.members import Member, Members
 from swarmtrain.wire.messages import Verdict
+
+MAX_DONORS = 16  # named to one newcomer: more would not make its line faster, and a verdict must stay small
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class StageBook:
     digest: str = ""  # of the state at the run's current step; empty at step 0, where it follows from the seed
     snapshot: StateOffer | None = None  # kept by serving peers for newcomers
     checkpoint: StateOffer | None = None  # kept by the coordinator itself
+
+
+def some_donors(donors: tuple[str, ...], rng: random.Random) -> tuple[str, ...]:
+    """Whom to name in one verdict. Others in the next one: the load is spread, and the dead are not all there is."""
+    return donors if len(donors) <= MAX_DONORS else tuple(rng.sample(donors, MAX_DONORS))
 
 
 def servers(members: Members, stage: int, step: int) -> list[Member]:

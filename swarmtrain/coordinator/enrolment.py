@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from swarmtrain.coordinator.admission import judge
+from swarmtrain import world
+from swarmtrain.coordinator.admission import judge, some_donors
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.net.errors import Refusal
@@ -22,6 +23,7 @@ class Enrolment:
     def __init__(self, context: RunContext, tell_decision: Callable[[Member], None]) -> None:
         """`tell_decision` is called with every peer that may not have heard of the last decision."""
         self._context, self._tell_decision = context, tell_decision
+        self._rng = world.random()
 
     async def enroll(self, sign: Enroll, peer_id: str) -> Enrolled:
         """Note a sign of life; tell the peer what to do."""
@@ -58,7 +60,7 @@ class Enrolment:
             reason=answer.reason or self._why_no_work(member)[:1000],
             sync_step=offer.step if offer else 0,
             sync_digest=offer.digest if offer else "",
-            donors=offer.donors if offer else (),
+            donors=some_donors(offer.donors, self._rng) if offer else (),
         )
 
     def _why_no_work(self, member: Member) -> str:
