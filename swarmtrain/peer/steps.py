@@ -115,6 +115,8 @@ class Steps:
         await self.hearing.ended(apply.step)  # a newcomer may serve before it has all of the step under way
         if context.state is PeerState.SYNCING:
             return await self._note_decision(apply)
+        if self.is_prepared:
+            await self._learn_basis(apply)  # not under the lock: donors may be slow, and others want the state
         async with self._applying:
             if context.step == apply.step + 1 and self.last_applied is not None:
                 return self.last_applied
@@ -131,7 +133,7 @@ class Steps:
     @property
     def is_prepared(self) -> bool:
         """Whether this step's sum is reduced here and its decision is awaited."""
-        return self._context.step in self._ready
+        return self._context.step in self._ready or self._context.is_applying
 
     async def snapshot_of(self, step: int) -> StateSource | None:
         """A copy of the state of `step`: a kept one, or a new one while that is the current step."""
@@ -157,9 +159,12 @@ class Steps:
     async def catch_up(self) -> None:
         """Apply the decisions that a listener has heard, as far as they follow each other."""
         context = self._context
-        async with self._applying:
-            while (apply := self._decisions.pop(context.step, None)) is not None:
-                await self._apply(apply, self._ready[apply.step])
+        while (apply := self._decisions.get(context.step)) is not None:
+            await self._learn_basis(apply)
+            async with self._applying:
+                if self._decisions.get(context.step) is apply:
+                    del self._decisions[apply.step]
+                    await self._apply(apply, self._ready[apply.step])
 
     def drop_taken_back(self, term: int, step: int) -> None:
         """The coordinator of `term` counts `step` steps: what a former one decided beyond them was taken back."""
@@ -201,7 +206,12 @@ class Steps:
 
     async def _apply(self, apply: Apply, ready: Ready) -> Applied:
         context = self._context
-        basis = await self._learn_basis(apply)
+        basis = self.bases.known(apply) if apply.basis else None
+        if apply.basis and basis is None:
+            raise context.refuse(Code.UNKNOWN, f"the basis of step {apply.step} is not here yet", retry_after_s=1.0)
+        # Used up: should this fail half-way, being told again must not apply it to what is left. Then the state is
+        # fetched again.
+        self._ready.pop(apply.step, None)
         context.is_applying = True  # what arrives from now on belongs to the next step
         try:
             timed = await context.compute.run(
@@ -211,23 +221,30 @@ class Steps:
                     ready.reduced, apply.scale, apply.learning_rate, basis, counted=ready.counted
                 ),
             )
-            if apply.snapshot:
-                await self._snapshots.keep()
-            self.last_applied = Applied(apply.step + 1, timed.value)
+            applied = self.last_applied = Applied(apply.step + 1, timed.value)
             self._ready = {step: item for step, item in self._ready.items() if step > apply.step}
             self._snapshots.drop_unused()
+            if apply.snapshot:
+                await self._keep_snapshot()
             await context.enter_step(apply.step + 1)
         finally:
             context.is_applying = False
         context.faults.hit(Point.AFTER_APPLY)
-        return self.last_applied
+        return applied
 
-    async def _learn_basis(self, apply: Apply) -> Tensor | None:
-        """Where the subspace moves with this step; None if it does not. Without it the step cannot be applied yet."""
-        if not apply.basis:
-            return None
+    async def _keep_snapshot(self) -> None:
+        """A copy that cannot be made costs nobody but those who would have fetched it: the step is applied."""
         try:
-            return await self.bases.learn(apply)
+            await self._snapshots.keep()
+        except Exception as error:
+            log.warning("no copy of the state after step %d is kept: %r", self._context.step, error)
+
+    async def _learn_basis(self, apply: Apply) -> None:
+        """Learn where the subspace moves with this step, if it does: without that the step cannot be applied yet."""
+        if not apply.basis:
+            return
+        try:
+            await self.bases.learn(apply)
         except BasisMissing as error:
             raise self._context.refuse(Code.UNKNOWN, str(error), retry_after_s=1.0) from error
 
