@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar, overload
 
@@ -70,6 +70,7 @@ class Node:
         self._closers: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.num_refused_streams = 0
+        self.look_up: Callable[[str], Awaitable[bool]] | None = None  # news of a peer that could not be dialed
         self._idle_timer = self._loop.call_later(self.options.idle_s / 4, self._close_idle_links)
         transport.listen(self._accept)
 
@@ -177,8 +178,7 @@ class Node:
 
     async def _dial(self, peer_id: str, neighbour: Neighbour) -> Link:
         try:
-            async with asyncio.timeout(self.options.dial_s):
-                stream = await self._transport.open(peer_id, timeout_s=self.options.dial_s)
+            stream = await self._open(peer_id)
         except (NetError, OSError) as error:  # TimeoutError is an OSError
             detail = str(error) or f"no answer in {self.options.dial_s:g} s"
             wait_s = self._dial_failed(neighbour, detail)
@@ -189,6 +189,17 @@ class Node:
         neighbour.outgoing = link
         link.start()
         return link
+
+    async def _open(self, peer_id: str) -> ByteStream:
+        """A stream to the peer; one that was a stranger is looked up and dialed once more."""
+        try:
+            async with asyncio.timeout(self.options.dial_s):
+                return await self._transport.open(peer_id, timeout_s=self.options.dial_s)
+        except (NetError, OSError):
+            if self.look_up is None or not await self.look_up(peer_id):
+                raise
+        async with asyncio.timeout(self.options.dial_s):
+            return await self._transport.open(peer_id, timeout_s=self.options.dial_s)
 
     def _dial_failed(self, neighbour: Neighbour, reason: str) -> float:
         """Wait longer and longer before the next dial; how long."""
