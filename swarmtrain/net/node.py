@@ -287,6 +287,11 @@ class Node:
         neighbour = self._neighbours.get(peer_id)
         return neighbour.meter.estimate(sum(link.backlog_bytes for link in neighbour.links))
 
+    def received_bytes(self, peer_id: str) -> int:
+        """What has come over the open links with a peer, without pings and the like: grows while anything moves."""
+        neighbour = self._neighbours.find(peer_id)
+        return sum(link.received_bytes for link in neighbour.links) if neighbour is not None else 0
+
     def backlog_bytes(self) -> int:
         """What waits to be sent, to anybody."""
         return sum(link.backlog_bytes for link in self._neighbours.links())

@@ -37,6 +37,7 @@ from swarmtrain.wire.messages import (
     Part,
     Prepare,
     Prepared,
+    Preparing,
     ReducedPart,
     Unprepared,
 )
@@ -44,7 +45,7 @@ from swarmtrain.wire.messages import (
 log = logging.getLogger(__name__)
 
 STEP_WAIT_S = 15.0
-REDUCE_S = 60.0
+REPORT_S = 5.0  # how often the coordinator hears how an attempt goes
 MAX_BUFFERED_STEPS = 64  # reduced gradients that a listener keeps, if its memory allows; then it needs a newer state
 _STEP_JOB = -1  # step work has no microbatch
 
@@ -67,6 +68,7 @@ class Steps:
         self.attempts = Attempts(context, self.hearing)
         self.bases = Bases(context)
         self._ready: dict[int, Ready] = {}
+        self._reducing: dict[tuple[int, int, int], Attempt] = {}
         self._decisions: dict[int, Apply] = {}  # a listener's, not yet applied
         self._applying = asyncio.Lock()
         self.last_applied: Applied | None = None
@@ -86,12 +88,34 @@ class Steps:
         else:
             await context.reach_step(prepare.step, timeout_s=STEP_WAIT_S)
             task = await self.attempts.begin(prepare, self._prepare)
+        return await self._ended(task, prepare, exchange)
+
+    async def _ended(
+        self, task: asyncio.Task[Prepared | Unprepared], prepare: Prepare, exchange: Exchange
+    ) -> Prepared | Unprepared:
+        """What an attempt comes to. Meanwhile the coordinator hears how it goes, and may call it off."""
+        context, calling_off = self._context, asyncio.ensure_future(exchange.cancelled.wait())
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up") from None
-            raise
+            while not task.done():
+                await asyncio.wait({task, calling_off}, timeout=REPORT_S, return_when=asyncio.FIRST_COMPLETED)
+                if calling_off.done() and not task.done():
+                    self.hearing.call_off(prepare)
+                    await self.attempts.call_off(prepare)
+                    raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was called off")
+                if not task.done():
+                    exchange.progress(self._report(prepare))
+        finally:
+            calling_off.cancel()
+        if task.cancelled():
+            raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up")
+        return task.result()
+
+    def _report(self, prepare: Prepare) -> Preparing:
+        """How an attempt goes: before it reduces, and when it has, it is the device that works."""
+        attempt = self._reducing.get((prepare.term, prepare.step, prepare.attempt))
+        if attempt is None:
+            return Preparing(0, True, (), ())
+        return attempt.report(is_computing=attempt.is_finished)
 
     async def part(self, part: Part, exchange: Exchange) -> ReducedPart:
         """Another peer's share of a piece that this peer owns."""
@@ -99,11 +123,7 @@ class Steps:
         is_fused = part.lane == Lane.FUSED  # between two stages: the roster says who belongs to it
         await context.check_neighbour(part.run, part.term, context.stage if is_fused else part.stage)
         attempt = await self.attempts.of(part)
-        try:
-            async with asyncio.timeout(REDUCE_S):  # a lane may begin when another one has ended
-                reduction = await attempt.lane(Lane(part.lane))
-        except TimeoutError:
-            raise context.refuse(Code.UNKNOWN, f"this attempt has no lane {part.lane}") from None
+        reduction = await attempt.lane(Lane(part.lane))  # it may begin when another one has ended
         if reduction is None:
             raise context.refuse(Code.UNKNOWN, "this attempt was given up")
         return await reduction.take(part, exchange.peer_id)
@@ -273,16 +293,24 @@ class Steps:
         attempt = Attempt(context, prepare, share)
         if not listens:  # who does owns nothing: nobody asks it for parts
             await self.attempts.reduce_in(attempt)
+        self._reducing[attempt.key] = attempt
+        try:
+            return await self._reduce(attempt, frozenset(wanted))
+        finally:
+            self._reducing.pop(attempt.key, None)
+
+    async def _reduce(self, attempt: Attempt, counted: frozenset[int]) -> Prepared | Unprepared:
+        context, prepare = self._context, attempt.prepare
         try:
             with context.compute.split.during(TimePart.REDUCE):
-                reduced = await attempt.run(deadline_s=REDUCE_S)
+                reduced = await attempt.run()
         except ReductionFailed as error:
             log.info("reduction of step %d failed: %s", prepare.step, error)
             return Unprepared(b"", error.suspects, str(error)[:1000])
         attempt.finish()
         finished = await context.compute.run(Kind.STEP, _STEP_JOB, lambda: context.jobs.finish(reduced.gradient))
         squared_norm, digest = finished.value
-        self._ready[prepare.step] = Ready(reduced, digest, frozenset(wanted))
+        self._ready[prepare.step] = Ready(reduced, digest, counted)
         return Prepared(squared_norm, digest, await self.bases.propose(prepare.step, reduced.gradient))
 
     async def _share(self, ledger: Ledger, wanted: set[int], step: int) -> Tensor:

@@ -264,6 +264,16 @@ class Prepare(Message):
     compress: bool = False  # use the run's gradient codec for this reduction
 
 
+@message(kind="preparing", priority=Priority.CONTROL)
+class Preparing(Message):
+    """Progress of a `Prepare`, every few seconds: how much has come, and whom this peer waits for."""
+
+    moved_bytes: Annotated[int, Range(0, 2**60)]  # received from the others of the roster in this attempt
+    is_computing: bool  # it is this peer's device that is at work
+    missing: Annotated[tuple[PeerId, ...], MaxLength(16)]  # whose shares its pieces lack; some of them
+    unanswered: Annotated[tuple[PeerId, ...], MaxLength(16)]  # owners that have its share and have not answered
+
+
 @message(kind="prepared", priority=Priority.CONTROL)
 class Prepared(Message):
     """The reduced sum is at hand: its squared norm and digest."""
@@ -416,6 +426,7 @@ MESSAGES = Registry(
     FetchRun,
     RunOffer,
     Prepare,
+    Preparing,
     Prepared,
     Unprepared,
     Part,

@@ -136,3 +136,18 @@ def test_donors_of_a_basis_that_do_not_answer_cost_seconds(make_swarm: MakeSwarm
     ends_well(swarm)
     assert len(asked) >= 3
     assert swarm.now - began < 30.0
+
+
+def test_a_reduction_over_slow_lines_takes_minutes_and_keeps_both_replicas(make_swarm: MakeSwarm) -> None:
+    larger = ("model.hidden_size=64", "model.ffn_size=256", "model.vocab_size=2048")
+    swarm = make_swarm(*run(2, 2, *larger))
+    swarm.start(num_peers=4)
+    swarm.until(lambda: len(swarm.serving()) == 4, "all serve")
+    for source, target in (("peer1", "peer3"), ("peer3", "peer1")):
+        swarm.network.line(source, target).bytes_per_s = 2500.0
+    ends_well(swarm, limit_s=3600.0)
+    seconds = [event.seconds for _, event in swarm.happened("stage_prepared") if event.stage == 1]  # type: ignore[attr-defined]
+    assert len(seconds) == 2
+    assert all(120.0 < value < 1200.0 for value in seconds), seconds
+    assert lost(swarm) == []
+    assert not swarm.happened("prepare_failed")
