@@ -12,7 +12,7 @@ from swarmtrain.coordinator.members import Member
 from swarmtrain.net.errors import Refusal
 from swarmtrain.observe import word
 from swarmtrain.observe.events import PeerJoined, PeerLost
-from swarmtrain.wire.messages import Code, Enroll, Enrolled, Verdict
+from swarmtrain.wire.messages import STALLED, Code, Enroll, Enrolled, Verdict
 
 WATCH_S = 1.0
 
@@ -43,13 +43,15 @@ class Enrolment:
                 context.books.lose(restarted.stage, restarted.key)
         member = context.members.get(peer_id)
         assert member is not None
-        if context.books is not None and sign.state == "syncing":
-            context.books.lose(member.stage, member.key)  # it has dropped its ledger
+        if sign.state == STALLED and former is not None and former.state == "serving":
+            context.events.emit(PeerLost(member.peer_id, member.stage, "its device does not answer"))
+        if context.books is not None and sign.state in ("syncing", STALLED):
+            context.books.lose(member.stage, member.key)  # it has dropped its ledger, or nobody can have it
         self._tell_decision(member)
         if member.state == "serving" and (former is None or former.state != "serving"):
             context.events.emit(PeerJoined(member.peer_id, member.stage, member.step))
         answer = judge(member, context.members, context.standing, context.stages[sign.stage])
-        if answer.verdict is Verdict.SERVE:
+        if answer.verdict is Verdict.SERVE and member.state != STALLED:
             context.members.admit(peer_id)
         await context.notify()
         offer = answer.offer

@@ -86,6 +86,7 @@ class Steps:
         if context.state is PeerState.SYNCING:
             task = self.hearing.hear(prepare, self._receive)
         else:
+            context.device.check()
             await context.reach_step(prepare.step, timeout_s=STEP_WAIT_S)
             task = await self.attempts.begin(prepare, self._prepare)
         return await self._ended(task, prepare, exchange)
@@ -98,9 +99,10 @@ class Steps:
         try:
             while not task.done():
                 await asyncio.wait({task, calling_off}, timeout=REPORT_S, return_when=asyncio.FIRST_COMPLETED)
-                if calling_off.done() and not task.done():
+                if not task.done() and (calling_off.done() or context.device.hangs):
                     self.hearing.call_off(prepare)
                     await self.attempts.call_off(prepare)
+                    context.device.check()
                     raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was called off")
                 if not task.done():
                     exchange.progress(self._report(prepare))

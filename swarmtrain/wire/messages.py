@@ -143,6 +143,9 @@ class Replay(Message):
     hints: Hops
 
 
+STALLED = "stalled"  # as the state in signs of life and records: the peer lives, its device does not answer
+
+
 @message(kind="enroll", priority=Priority.CONTROL)
 class Enroll(Message):
     """A peer tells the coordinator that it is there; repeated as its sign of life. Answer: `Enrolled`."""

@@ -15,7 +15,7 @@ from swarmtrain.run.presets import preset
 from swarmtrain.simulated.judge import References, judge
 from swarmtrain.simulated.schedule import TINY
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
-from swarmtrain.wire.messages import Code, FetchBasis, Work
+from swarmtrain.wire.messages import Code, FetchBasis, Prepare, Work
 
 REFERENCES = References()
 MakeSwarm = Callable[..., SimulatedSwarm]
@@ -50,7 +50,7 @@ def lost(swarm: SimulatedSwarm) -> list[tuple[str, str]]:
     """Who was lost, and why; not who left at the end."""
     names = {life.peer_id: life.name for life in swarm.peers}
     found = [event for _, event in swarm.happened("peer_lost") if isinstance(event, PeerLost)]
-    return [(names[event.peer_id], event.reason) for event in found if event.reason != "it has left"]
+    return [(names[event.peer], event.reason) for event in found if event.reason != "it has left"]
 
 
 def ends_well(swarm: SimulatedSwarm, *, limit_s: float = 600.0) -> None:
@@ -151,3 +151,57 @@ def test_a_reduction_over_slow_lines_takes_minutes_and_keeps_both_replicas(make_
     assert all(120.0 < value < 1200.0 for value in seconds), seconds
     assert lost(swarm) == []
     assert not swarm.happened("prepare_failed")
+
+
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_peer_whose_device_hangs_costs_one_deadline_and_comes_back_when_it_answers(
+    make_swarm: MakeSwarm, index: int, seed: str
+) -> None:
+    swarm = make_swarm(*run(2, 160), seed=seed)
+    swarm.start(num_peers=4)
+    swarm.until(lambda: swarm.step >= 3, "three steps")
+    hung, began = swarm.peers[index], swarm.now
+    hung.machine.hangs = True
+    swarm.until(lambda: swarm.step >= 40, "steps without it")
+    assert swarm.now - began < 37 * 0.5 + 2 * 30.0
+    assert {name for name, _ in lost(swarm)} == {hung.name}
+    assert len(lost(swarm)) <= 2
+    hung.machine.release_device()
+    swarm.until(serves(swarm, hung), "it serves again")
+    ends_well(swarm)
+
+
+def test_a_peer_that_hangs_without_knowing_it_costs_one_deadline(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm(*run(2, 40))
+    swarm.start(num_peers=4)
+    swarm.until(lambda: swarm.step >= 3, "three steps")
+    hung, began = swarm.peers[1], swarm.now
+    handlers = hung.daemon._handlers
+    usual = handlers[Prepare]
+
+    async def never(prepare: Prepare, exchange: Any) -> Any:
+        await asyncio.get_running_loop().create_future()
+
+    handlers[Prepare] = never
+    swarm.until(lambda: bool(lost(swarm)), "it is lost")
+    handlers[Prepare] = usual
+    swarm.until(lambda: swarm.step >= 20, "steps without it")
+    assert swarm.now - began < 17 * 0.5 + 2 * 30.0
+    swarm.until(serves(swarm, hung), "it serves again")
+    ends_well(swarm)
+    assert [name for name, _ in lost(swarm)] == [hung.name]
+    assert "has not said" in lost(swarm)[0][1]
+
+
+def test_the_only_peer_of_a_stage_may_hang_for_minutes_and_nothing_is_lost(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm(*run(2, 12))
+    swarm.start(num_peers=2)
+    swarm.until(lambda: swarm.step >= 3, "three steps")
+    hung = swarm.peers[1]
+    hung.machine.hangs = True
+    swarm.run_for(200.0)
+    assert swarm.step < 5
+    hung.machine.release_device()
+    ends_well(swarm)
+    assert not swarm.happened("run_rolled_back")
