@@ -15,6 +15,7 @@ from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member, Members
 from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
+from swarmtrain.net.calls import OnProgress
 from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.net.node import Node
 from swarmtrain.observe.events import Events, PeerLost
@@ -86,13 +87,15 @@ class RunContext:
         async with self.changed:
             self.changed.notify_all()
 
-    async def patient_call(self, peer_id: str, request: Message, *, deadline_s: float) -> Message:
+    async def patient_call(
+        self, peer_id: str, request: Message, *, deadline_s: float, on_progress: OnProgress | None = None
+    ) -> Message:
         """As the node's `call`, for what may be asked twice: asked again while it is this host that fails."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
         while True:
             try:
-                return await self.node.call(peer_id, request, ends_at - loop.time())
+                return await self.node.call(peer_id, request, ends_at - loop.time(), on_progress)
             except HostDownError:
                 if loop.time() + OWN_OUTAGE_S > ends_at:
                     raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar, overload
 
@@ -71,6 +71,7 @@ class Node:
         self._closers: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.num_refused_streams = 0
+        self.look_up: Callable[[str], Awaitable[bool]] | None = None  # news of a peer that could not be dialed
         self._idle_timer = self._loop.call_later(self.options.idle_s / 4, self._close_idle_links)
         transport.listen(self._accept)
 
@@ -186,8 +187,7 @@ class Node:
 
     async def _dial(self, peer_id: str, neighbour: Neighbour) -> Link:
         try:
-            async with asyncio.timeout(self.options.dial_s):
-                stream = await self._transport.open(peer_id, timeout_s=self.options.dial_s)
+            stream = await self._open(peer_id)
         except HostDownError:
             raise
         except (NetError, OSError) as error:  # TimeoutError is an OSError
@@ -210,6 +210,19 @@ class Node:
     async def is_up(self) -> bool:
         """Whether this end's own transport works: if not, nobody can be heard."""
         return await self._transport.is_up()
+
+    async def _open(self, peer_id: str) -> ByteStream:
+        """A stream to the peer; one that was a stranger is looked up and dialed once more."""
+        try:
+            async with asyncio.timeout(self.options.dial_s):
+                return await self._transport.open(peer_id, timeout_s=self.options.dial_s)
+        except HostDownError:
+            raise
+        except (NetError, OSError):
+            if self.look_up is None or not await self.look_up(peer_id):
+                raise
+        async with asyncio.timeout(self.options.dial_s):
+            return await self._transport.open(peer_id, timeout_s=self.options.dial_s)
 
     def _dial_failed(self, neighbour: Neighbour, reason: str) -> float:
         """Wait longer and longer before the next dial; how long."""
@@ -301,6 +314,11 @@ class Node:
         """What is known about the wire to `peer_id`; survives the links themselves."""
         neighbour = self._neighbours.get(peer_id)
         return neighbour.meter.estimate(sum(link.backlog_bytes for link in neighbour.links))
+
+    def received_bytes(self, peer_id: str) -> int:
+        """What has come over the open links with a peer, without pings and the like: grows while anything moves."""
+        neighbour = self._neighbours.find(peer_id)
+        return sum(link.received_bytes for link in neighbour.links) if neighbour is not None else 0
 
     def backlog_bytes(self) -> int:
         """What waits to be sent, to anybody."""

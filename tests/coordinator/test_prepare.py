@@ -33,7 +33,7 @@ class Peers:
         self.books = StepBooks(3, 4)
         self.context.books = self.books
 
-    async def call(self, peer_id: str, request: Prepare, deadline_s: float) -> Prepared:
+    async def call(self, peer_id: str, request: Prepare, deadline_s: float, on_progress: Any = None) -> Prepared:
         self.asked.append((peer_id, request))
         return Prepared(1.0, "sum", "")
 
