@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from swarmtrain.coordinator.members import Member, Members
 from swarmtrain.wire.messages import STALLED, Verdict
 
+MAX_SERVING = 3840  # of one stage: a roster holds 4,096, and newcomers that listen are in it too
 MAX_DONORS = 16  # named to one newcomer: more would not make its line faster, and a verdict must stay small
 
 
@@ -85,6 +86,8 @@ def judge(member: Member, members: Members, run: Standing, book: StageBook) -> A
         return Answer(Verdict.SERVE if is_alone else Verdict.WAIT, "its device does not answer")
     if member.excluded_at is not None and step <= member.excluded_at and servers(members, member.stage, step):
         return Answer(Verdict.WAIT, "this step is done without it")  # else it would fail where it has failed before
+    if members.num_admitted(member.stage) - member.was_admitted >= MAX_SERVING:
+        return Answer(Verdict.WAIT, "its stage has as many peers as a reduction can hold: it waits as a spare")
     if has_state(member, step, book) and (member.state == "serving" or run.holds(member)):
         return Answer(Verdict.SERVE, "")
     is_near = member.step == decided == step - 1 or member.step - 1 == decided == step

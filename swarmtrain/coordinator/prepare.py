@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from swarmtrain.coordinator.admission import servers
+from swarmtrain.coordinator.admission import MAX_SERVING, servers
 from swarmtrain.coordinator.attempt_watch import SILENT_S, AttemptWatch
 from swarmtrain.coordinator.blame import Blame, Reply
 from swarmtrain.coordinator.books import StepBooks
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 PREPARE_S = 86400.0  # not a deadline: an attempt lasts while it moves (attempt_watch.py)
 WATCH_S = 1.0
 FAILURE_GRACE_S = 1.5  # after a first failure: how long the others may still say what they have seen
+MAX_LISTENERS = 256  # more of them would only make each other slower; who is not among them begins again
 MAX_PAUSE_S = 2.0  # between attempts that fail again and again
 SURE_S = 2.0  # whoever has answered within this time, and whose link is open, is taken to be there
 
@@ -148,12 +149,15 @@ class Preparer:
     def _participants(self, stage: int, shares: Shares) -> list[Member]:
         """Whoever has work in the step, and every other serving peer as a receiver."""
         everybody, step = self._context.members.answering(stage), self._context.step
-        return [m for m in everybody if m.key in shares or (m.is_ready and m.step == step)]
+        found = [m for m in everybody if m.key in shares or (m.is_ready and m.step == step)]
+        # More than a roster holds: those without work are spares, and fetch a state when there is room.
+        return sorted(found, key=lambda m: m.key not in shares)[:MAX_SERVING] if len(found) > MAX_SERVING else found
 
     def _listeners(self, side: _Side, step: int) -> list[Member]:
         """Newcomers that hear this step's reduction; who has work in it is one of the members already."""
         waiting = [m for m in self._context.members.of_stage(side.stage, "syncing") if m.key not in side.shares]
-        return [m for m in waiting if m.listening_from is not None and m.listening_from <= step]
+        found = [m for m in waiting if m.listening_from is not None and m.listening_from <= step]
+        return found[:MAX_LISTENERS]
 
     def _tell_listeners(self, side: _Side, request: Prepare) -> tuple[tuple[Member, asyncio.Task[object]], ...]:
         """Newcomers receive the reduced gradient, too; nobody waits for them."""
