@@ -9,17 +9,17 @@ PACKAGE = Path(__file__).parents[1] / "swarmtrain"
 
 # Lower floors first. A module may import its own room and every lower floor.
 FLOORS = [
-    {"errors", "__init__"},
+    {"errors", "__init__", "world"},
     {"units"},
     {"native"},
     {"run"},
     {"model", "codec", "wire"},
     {"reduce", "route", "net", "data", "observe", "boundary", "checkpoint_index"},
-    {"checkpoint"},
+    {"checkpoint", "machine"},
     {"chain"},
     {"peer", "coordinator", "sim", "reference"},
     {"inference", "local", "audit", "doctor"},
-    {"evaluate", "generate", "export", "soak", "study"},
+    {"evaluate", "generate", "export", "soak", "study", "simulated"},
     {"cli"},
     {"__main__"},
 ]

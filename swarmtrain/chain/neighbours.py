@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swarmtrain import world
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.model.workload import workload_of
 from swarmtrain.net.directory import Directory, Record
-from swarmtrain.net.host import Host
+from swarmtrain.net.network import NetworkHost
 from swarmtrain.net.node import Node
 from swarmtrain.net.waiting import wait_event
 from swarmtrain.route.policies import RouterOptions
@@ -105,7 +104,7 @@ class Neighbours:
     def __init__(
         self,
         stage: int,
-        host: Host,
+        host: NetworkHost,
         node: Node,
         directory: Directory,
         *,
@@ -115,8 +114,7 @@ class Neighbours:
         self.stage = stage
         self._host, self._node, self._directory = host, node, directory
         loop = asyncio.get_running_loop()
-        self.router = Router(policy, clock=loop.time, rng=random.Random(f"{host.peer_id}:{stage}"), options=options)
-        self._wall_offset_s = time.time() - loop.time()  # records expire by the wall clock, the router knows the loop's
+        self.router = Router(policy, clock=loop.time, rng=world.random(), options=options)
         self._task: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
         self._changed = asyncio.Event()
@@ -166,6 +164,8 @@ class Neighbours:
     def _take(self, found: Mapping[str, Record]) -> None:
         records: dict[str, PeerRecord] = {}
         views: list[PeerView] = []
+        # Records expire by the wall clock, the router knows the loop's; the difference changes when the clock is set.
+        ahead_s = world.wall() - asyncio.get_running_loop().time()
         for peer_id, record in found.items():
             parsed = PeerRecord.from_value(record.value)
             if parsed is None:
@@ -185,7 +185,7 @@ class Neighbours:
                     up_bytes_per_s=parsed.up_bytes_per_s,
                     down_bytes_per_s=parsed.down_bytes_per_s,
                     relayed=parsed.relayed,
-                    expires_at=record.expires_at - self._wall_offset_s,
+                    expires_at=record.expires_at - ahead_s,
                 )
             )
         self.router.update_peers(views)

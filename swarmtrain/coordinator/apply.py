@@ -53,14 +53,19 @@ class Applies:
     def tell(self, member: Member) -> None:
         """A peer has shown up. If it is just before the last decision, tell it (again); if just after, take note.
 
-        An answer may have been lost with its link: then a sign of life is the only word that the peer has applied.
+        An answer may have been lost with its link: then a sign of life is the only word that the peer has applied. Only
+        of who held the sum: others may have the step's number from a history that was rolled back, and another state.
         """
         decided = self._context.decided
         if decided is None or member.state not in _HOLDS_STATE:
             return
         if member.step == decided.step and self._may_hold_sum(member):
             self._context.in_background(self._apply_at(member, decided, keep=False))
-        elif member.step == decided.step + 1 and member.peer_id not in self._answers[member.stage]:
+        elif (
+            member.step == decided.step + 1
+            and member.key in self._context.prepared
+            and member.peer_id not in self._answers[member.stage]
+        ):
             self._note(member, Applied(member.step, member.state_digest))
 
     def _may_hold_sum(self, member: Member) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from swarmtrain import world
 from swarmtrain.boundary import codec_pair
 from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
 from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, latest, open_checkpoint, prune, set_aside
@@ -75,7 +76,7 @@ class Checkpoints:
             context.events.emit(CheckpointFailed(step, str(error)))
             return False
         finally:
-            await asyncio.to_thread(writer.discard)
+            await world.in_thread(writer.discard)
         context.journal.note_checkpoint(step, path.name, list(digests))
         self.newest, self.failure = open_checkpoint(path), None
         self._loaded.clear()
@@ -89,21 +90,21 @@ class Checkpoints:
         self, writer: CheckpointWriter, digests: Sequence[str], keepers: Sequence[Sequence[str]]
     ) -> Path:
         context = self._context
-        await asyncio.to_thread(writer.open)
+        await world.in_thread(writer.open)
         for stage, digest in enumerate(digests):
             layout = StateLayout(context.manifest, stage)
             download = Download(context.node, context.run_id, layout, writer.step, digest)
             await download.run(keepers[stage])
             writer.basis_epoch = download.basis_epoch
             tensors = dict(layout.named(download.buffers))
-            await asyncio.to_thread(writer.write_stage, stage, tensors, digest)
+            await world.in_thread(partial(writer.write_stage, stage, tensors, digest))
             context.faults.hit(Point.CHECKPOINT_WRITE)
-        return await asyncio.to_thread(writer.commit)
+        return await world.in_thread(writer.commit)
 
     async def _prune(self) -> None:
         """Old checkpoints are gigabytes: nobody waits for their removal, and it does not matter if it fails."""
         try:
-            await asyncio.to_thread(prune, self.directory, self._context.manifest.checkpoint.keep)
+            await world.in_thread(partial(prune, self.directory, self._context.manifest.checkpoint.keep))
         except StorageError as error:
             log.warning("an old checkpoint stays: %s", error)
 

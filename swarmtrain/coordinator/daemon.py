@@ -33,20 +33,19 @@ from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.coordinator.rivals import check_running, check_start
 from swarmtrain.coordinator.run import Run
-from swarmtrain.coordinator.web import page_routes, same_port_as_before
+from swarmtrain.coordinator.web import page_routes
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.errors import StorageError, SwarmtrainError
+from swarmtrain.machine import Machine, ThisMachine
 from swarmtrain.net.directory import Directory, DirectoryOptions, TopicRule
 from swarmtrain.net.errors import LinkClosed, NetError, Refusal
 from swarmtrain.net.exchange import Exchange
-from swarmtrain.net.host import Host
 from swarmtrain.net.host_options import HostOptions
 from swarmtrain.net.identity import RunKey
+from swarmtrain.net.network import NetworkHost
 from swarmtrain.net.node import Node
-from swarmtrain.observe.control import ControlServer
 from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.observe.faults import Faults
-from swarmtrain.observe.http import HttpServer, parse_address
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.status import MAX_POINTS
 from swarmtrain.reduce.coding import gradient_spec
@@ -95,9 +94,14 @@ class CoordinatorDaemon:
     """One run's coordinator. `run` returns when the run's steps are done or it was asked to stop."""
 
     def __init__(
-        self, options: CoordinatorOptions, events: Events, make_sampler: Callable[[Manifest], Sampler]
+        self,
+        options: CoordinatorOptions,
+        events: Events,
+        make_sampler: Callable[[Manifest], Sampler],
+        machine: Machine | None = None,
     ) -> None:
         self.options, self.events, self._make_sampler = options, events, make_sampler
+        self._machine = machine or ThisMachine()
         self.keeper = StatusKeeper("coordinator", num_steps=options.manifest.schedule.steps)
         events.add(self.keeper)
         self.observer: RunObserver | None = None
@@ -171,9 +175,9 @@ class CoordinatorDaemon:
         elif known != found:
             raise other_data(f"the run in {self.options.state_dir}", self.options.manifest.data.source, known, found)
 
-    async def _connect(self, stack: contextlib.AsyncExitStack) -> tuple[Host, Directory, Node]:
+    async def _connect(self, stack: contextlib.AsyncExitStack) -> tuple[NetworkHost, Directory, Node]:
         options = self.options
-        host = await Host.start(
+        host = await self._machine.start_host(
             HostOptions(
                 state_dir=options.state_dir,
                 listen=options.listen,
@@ -192,13 +196,13 @@ class CoordinatorDaemon:
         self._phase("network", ", ".join(host.addresses()[:2]))
         return host, directory, node
 
-    async def _take_term(self, directory: Directory, host: Host) -> None:
+    async def _take_term(self, directory: Directory, host: NetworkHost) -> None:
         """The next one; noted only if nobody coordinates under it or a later one: trying again changes nothing."""
         self.term = int(self.journal.get("term") or 0) + 1
         await check_start(directory, Claim(self.term, self.journal.num_steps(), host.peer_id))
         self.journal.set("term", str(self.term))
 
-    def _build(self, stack: contextlib.AsyncExitStack, host: Host, node: Node, directory: Directory) -> None:
+    def _build(self, stack: contextlib.AsyncExitStack, host: NetworkHost, node: Node, directory: Directory) -> None:
         manifest = self.options.manifest
         routing = router_options(manifest, 0)
         neighbours = Neighbours(0, host, node, directory, policy=self.options.route, options=routing)
@@ -276,12 +280,12 @@ class CoordinatorDaemon:
             return await self.checkpoints.fetch_state(message)
         raise Refusal(Code.UNKNOWN, f"a coordinator does not answer {message.wire.kind}")
 
-    async def _announce(self, directory: Directory, host: Host) -> None:
+    async def _announce(self, directory: Directory, host: NetworkHost) -> None:
         while True:
             await self._announce_once(directory, host)
             await asyncio.sleep(ANNOUNCE_S)
 
-    async def _announce_once(self, directory: Directory, host: Host) -> None:
+    async def _announce_once(self, directory: Directory, host: NetworkHost) -> None:
         value = {**self._claim().as_value(), "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
         if self.context.is_over:
             value["over"] = True
@@ -318,7 +322,7 @@ class CoordinatorDaemon:
                 item.cancel()
             await asyncio.gather(task, stopping, return_exceptions=True)
 
-    async def _say_goodbye(self, directory: Directory, host: Host) -> None:
+    async def _say_goodbye(self, directory: Directory, host: NetworkHost) -> None:
         """Tell everybody that the run is complete; who cannot be reached now finds it in the directory."""
         if not self.context.is_over:
             return
@@ -332,9 +336,9 @@ class CoordinatorDaemon:
         await asyncio.gather(*(tell(member.peer_id) for member in self.context.members.everybody()))
 
     async def _control(self, stack: contextlib.AsyncExitStack) -> None:
-        server = ControlServer(self.options.state_dir / "control.sock", {"status": self._status, "stop": self._asked})
-        await server.start()
-        stack.push_async_callback(server.close)
+        commands = {"status": self._status, "stop": self._asked}
+        door = await self._machine.serve_control(self.options.state_dir, commands)
+        stack.push_async_callback(door.close)
 
     async def _asked(self, request: dict[str, Any]) -> dict[str, Any]:
         self.stop()
@@ -346,11 +350,10 @@ class CoordinatorDaemon:
     async def _serve_page(self, stack: contextlib.AsyncExitStack) -> None:
         if not self.options.page:
             return
-        server = HttpServer(page_routes(self._observed))
         note = self.options.state_dir / "page"
-        await server.start(*same_port_as_before(*parse_address(self.options.page, "--page"), note))
-        stack.push_async_callback(server.close)
-        url = f"http://{server.address}/"
+        door = await self._machine.serve_http(page_routes(self._observed), self.options.page, "--page", note)
+        stack.push_async_callback(door.close)
+        url = f"http://{door.address}/"
         _write(note, url + "\n")
         self._observed.page_url = url
         self._phase("page", url)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from swarmtrain import world
 from swarmtrain.coordinator.journal_files import JournalError, JournalFiles
 from swarmtrain.coordinator.seals import SCHEMA as LOG_SCHEMA
 from swarmtrain.coordinator.seals import Row, Seals, broken_seals, chain_hash
@@ -136,7 +136,7 @@ class Journal:
         stages = json.dumps([*([digest, norm] for digest, norm in decision.stages), *moved])
         row = (
             decision.step,
-            time.time(),
+            world.wall(),
             decision.term,
             decision.loss,
             decision.grad_norm,

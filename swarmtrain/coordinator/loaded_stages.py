@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from functools import partial
 
+from swarmtrain import world
 from swarmtrain.chain.state_transfer import StateSource
 from swarmtrain.checkpoint import Checkpoint
 
@@ -35,7 +37,7 @@ class LoadedStages:
         async with self._loading:
             source = self._sources.get(key)
             if source is None:
-                source = await asyncio.to_thread(_load, checkpoint, stage, self._chunks.get(key))
+                source = await world.in_thread(partial(_load, checkpoint, stage, self._chunks.get(key)))
                 self._keep(key, source)
             self._sources.move_to_end(key)
         return source

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
+from swarmtrain import world
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
@@ -79,7 +79,7 @@ class RunObserver:
         return {
             "kind": "coordinator",
             **status.headline(),
-            "now": time.time(),
+            "now": world.wall(),
             "run": context.run_id,
             "name": context.manifest.run.name,
             "peer": context.node.peer_id,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from swarmtrain import world
 from swarmtrain.coordinator.admission import servers
 from swarmtrain.coordinator.apply import Applies, StepResult
 from swarmtrain.coordinator.checkpointing import Checkpoints, codecs_remember, explained
@@ -15,6 +15,7 @@ from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.steps import StepDriver
 from swarmtrain.errors import StorageError
 from swarmtrain.observe.events import RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
+from swarmtrain.observe.logs import clock_time
 from swarmtrain.observe.word import no_peers
 
 T = TypeVar("T")
@@ -63,9 +64,9 @@ class Run:
         while context.step < schedule.steps:
             await self._all_stages_served()
             due = self._checkpoint_due(context.step + 1)
-            started = time.perf_counter()
+            started = world.monotonic()
             result = await self._driver.step(checkpoint=due)
-            seconds = time.perf_counter() - started
+            seconds = world.monotonic() - started
             if due:
                 await self._checkpoint(result)
             await self._report(result, seconds)
@@ -95,7 +96,7 @@ class Run:
         since: dict[int, float] = {}
         while True:
             await asyncio.sleep(WATCH_S)
-            now, run = time.monotonic(), context.standing
+            now, run = asyncio.get_running_loop().time(), context.standing
             has_newest = run.step == self._checkpoints.step and not run.is_applying  # nothing to go back to
             for stage in range(context.manifest.stages.count):
                 serving = context.members.of_stage(stage, "serving")
@@ -171,7 +172,7 @@ class Run:
     def _say_wait(self, reason: str) -> None:
         context = self._context
         if reason and reason != context.waits_for:
-            context.events.emit(RunWaits(f"{reason} since {time.strftime('%H:%M:%S')}"))
+            context.events.emit(RunWaits(f"{reason} since {clock_time(world.wall())}"))
         elif context.waits_for and not reason:
             context.events.emit(RunResumes())
         context.waits_for = reason

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
+from swarmtrain import world
 from swarmtrain.coordinator.apply import Applies, StepResult
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.context import RunContext
@@ -31,9 +31,9 @@ class StepDriver:
         step, stages = context.step, range(context.manifest.stages.count)
         books = StepBooks(len(stages), context.manifest.batch.microbatches_per_step)
         context.books = books
-        started = time.perf_counter()
+        started = world.monotonic()
         await self.leases.run(step, books)
-        leased = time.perf_counter()
+        leased = world.monotonic()
         async with asyncio.TaskGroup() as tasks:
             repairing = tasks.create_task(self.leases.repair(step, books))
             groups = self._preparer.groups()
@@ -41,7 +41,7 @@ class StepDriver:
             await asyncio.wait(preparing)
             repairing.cancel()
         prepared = sorted((stage for task in preparing for stage in task.result()), key=lambda item: item.stage)
-        reduced = time.perf_counter()
+        reduced = world.monotonic()
         decision = self._decide(step, books, prepared)
         context.faults.hit(Point.BEFORE_DECISION)
         named = {member.peer_id: member.name for stage in prepared for member in stage.members}
@@ -51,7 +51,7 @@ class StepDriver:
         context.faults.hit(Point.AFTER_DECISION)
         result = await self._applies.carry_out(decision, prepared, checkpoint=checkpoint)
         context.tally.decided(decision)
-        applied = time.perf_counter()
+        applied = world.monotonic()
         context.events.emit(StepTimed(step + 1, leased - started, reduced - leased, applied - reduced))
         context.faults.hit(Point.AFTER_STEP)
         return result

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from functools import partial
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from swarmtrain.coordinator.observing import RunObserver
@@ -42,20 +40,6 @@ def page_routes(observer: RunObserver) -> dict[str, Handler]:
         "/api/targets": lambda _: as_json(observer.targets()),
         "/api/live": lambda request: EventStream(_live(observer, _number(request.headers.get("last-event-id", "0")))),
     }
-
-
-def same_port_as_before(host: str, port: int, note: Path) -> tuple[str, int]:
-    """For port 0: the one that this run's page had before, if it is free, so that open pages find it again."""
-    if port:
-        return host, port
-    try:
-        before = int(note.read_text().strip().removesuffix("/").rpartition(":")[2])
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, before))
-    except (OSError, ValueError, OverflowError):
-        return host, 0
-    return host, before
 
 
 async def _live(observer: RunObserver, after: int) -> AsyncIterator[bytes]:

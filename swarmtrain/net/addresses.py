@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from swarmtrain.net.host_errors import AddressError
 
 MAX_ADDRESS_CHARACTERS = 512
+_REMEMBERED = 4096  # forms of addresses: the directory reads and writes the same ones all the time
 MAX_ADDRESS_PARTS = 16
 MAX_PEER_ID_BYTES = 64
 
@@ -148,38 +149,16 @@ class Address:
         """Raises AddressError with the reason."""
         if len(text) > MAX_ADDRESS_CHARACTERS:
             raise AddressError(f"an address of {len(text)} characters is too long")
-        words = text.rstrip("/").split("/")
-        if len(words) < 2 or words[0]:
-            raise AddressError(f"{text!r} is not a multiaddr", fix="write it like /ip4/192.0.2.7/tcp/4001/p2p/12D3…")
-        parts: list[tuple[str, str]] = []
-        remaining = iter(words[1:])
-        for name in remaining:
-            parts.append(_part_from_text("p2p" if name == "ipfs" else name, remaining, text))
-        return cls(tuple(parts))
+        return cls(_parts_of_text(text))
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Address:
         """Decode what p2pd sends; raises AddressError for unknown protocols and damaged bytes."""
-        parts: list[tuple[str, str]] = []
-        offset = 0
-        while offset < len(raw):
-            if len(parts) >= MAX_ADDRESS_PARTS:
-                raise AddressError("an address with too many parts")
-            name, offset = _read_name(raw, offset)
-            value, offset = _read_value(raw, offset, name)
-            parts.append((name, _value_from_bytes(name, value)))
-        return cls(tuple(parts))
+        return cls(_parts_of_bytes(bytes(raw)))
 
     def to_bytes(self) -> bytes:
         """The binary multiaddr, as p2pd reads it."""
-        encoded = bytearray()
-        for name, value in self.parts:
-            raw = _value_to_bytes(name, value)
-            encoded += encode_varint(_CODES[name])
-            if name not in _FIXED_BYTES:
-                encoded += encode_varint(len(raw))
-            encoded += raw
-        return bytes(encoded)
+        return _bytes_of_parts(self.parts)
 
     def __str__(self) -> str:
         return "".join(f"/{name}/{value}" if value else f"/{name}" for name, value in self.parts)
@@ -244,6 +223,43 @@ def group_by_peer(addresses: Iterable[str]) -> dict[str, tuple[Address, ...]]:
             raise AddressError(f"{text} does not say whose address it is", fix="add /p2p/PEER_ID at its end")
         grouped[address.peer_id] = (*grouped.get(address.peer_id, ()), address)
     return grouped
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _parts_of_text(text: str) -> tuple[tuple[str, str], ...]:
+    words = text.rstrip("/").split("/")
+    if len(words) < 2 or words[0]:
+        raise AddressError(f"{text!r} is not a multiaddr", fix="write it like /ip4/192.0.2.7/tcp/4001/p2p/12D3…")
+    parts: list[tuple[str, str]] = []
+    remaining = iter(words[1:])
+    for name in remaining:
+        parts.append(_part_from_text("p2p" if name == "ipfs" else name, remaining, text))
+    return tuple(parts)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _parts_of_bytes(raw: bytes) -> tuple[tuple[str, str], ...]:
+    parts: list[tuple[str, str]] = []
+    offset = 0
+    while offset < len(raw):
+        if len(parts) >= MAX_ADDRESS_PARTS:
+            raise AddressError("an address with too many parts")
+        name, offset = _read_name(raw, offset)
+        value, offset = _read_value(raw, offset, name)
+        parts.append((name, _value_from_bytes(name, value)))
+    return tuple(parts)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _bytes_of_parts(parts: tuple[tuple[str, str], ...]) -> bytes:
+    encoded = bytearray()
+    for name, value in parts:
+        raw = _value_to_bytes(name, value)
+        encoded += encode_varint(_CODES[name])
+        if name not in _FIXED_BYTES:
+            encoded += encode_varint(len(raw))
+        encoded += raw
+    return bytes(encoded)
 
 
 def _part_from_text(name: str, remaining: Iterable[str], text: str) -> tuple[str, str]:

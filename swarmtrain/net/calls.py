@@ -43,7 +43,7 @@ class Caller:
         self._core = core
         self._next_call_id = first_call_id
         self._calls: dict[int, OutgoingCall] = {}  # those whose request was begun
-        self._queued: set[OutgoingCall] = set()  # those of whose request nothing was written yet
+        self._queued: dict[OutgoingCall, None] = {}  # those of whose request nothing was written yet
         self._closed: ClosedError | None = None
 
     @property
@@ -77,7 +77,7 @@ class Caller:
             on_start=lambda: self._begun(call),
             on_written=lambda: None,
         )
-        self._queued.add(call)
+        self._queued[call] = None
         self._core.queue.submit(call.request)
         return call
 
@@ -85,7 +85,7 @@ class Caller:
         """Number the call when its first byte is written, so that the numbers rise on the wire."""
         call.call_id = self._next_call_id
         self._next_call_id += 2
-        self._queued.discard(call)
+        self._queued.pop(call, None)
         self._calls[call.call_id] = call
         return call.call_id
 
@@ -93,7 +93,7 @@ class Caller:
         """The caller no longer waits: if the answer is not there, tell the other end."""
         self._core.queue.drop(call.request)
         if call in self._queued:
-            self._queued.discard(call)
+            self._queued.pop(call, None)
         elif self._calls.get(call.call_id) is call and not call.abandoned:
             call.abandoned = True
             if call.inbound is not None:

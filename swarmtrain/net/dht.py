@@ -13,12 +13,12 @@ import functools
 import hashlib
 import logging
 import statistics
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from swarmtrain import world
 from swarmtrain.net.addresses import Address, peer_id_from_bytes, peer_id_to_bytes
 from swarmtrain.net.dht_messages import (
     MAX_ADDRESS_BYTES,
@@ -125,7 +125,7 @@ class DhtNode:
         store: RecordStore,
         *,
         client_mode: bool = False,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = world.wall,
     ) -> None:
         self.place = place_of_peer(network.peer_id)
         self._table = RoutingTable(self.place, BUCKET_SIZE)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from swarmtrain import world
 from swarmtrain.net.addresses import group_by_peer
 from swarmtrain.net.dht import DhtNode, place_of_topic
 from swarmtrain.net.errors import NetError
-from swarmtrain.net.host import Host, HostEvent, HostEventKind
 from swarmtrain.net.host_errors import HostDownError, NotConfirmedError, RecordError
+from swarmtrain.net.host_options import HostEvent, HostEventKind
+from swarmtrain.net.network import NetworkHost
 from swarmtrain.net.record_store import RecordStore, StoreLimits
 from swarmtrain.net.records import (
     MAX_LIFE_S,
@@ -49,7 +50,7 @@ class DirectoryOptions:
     client_mode: bool | None = None
     watch_interval_s: float = 5.0
     limits: StoreLimits = field(default_factory=StoreLimits)
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = world.wall
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class _Own:
 class Directory:
     """See the module. Made by `Directory.start`."""
 
-    def __init__(self, host: Host, run_id: str, options: DirectoryOptions, node: DhtNode) -> None:
+    def __init__(self, host: NetworkHost, run_id: str, options: DirectoryOptions, node: DhtNode) -> None:
         self._host = host
         self._run_id = run_id
         self._options = options
@@ -97,7 +98,7 @@ class Directory:
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, host: Host, run_id: str, options: DirectoryOptions | None = None) -> Directory:
+    async def start(cls, host: NetworkHost, run_id: str, options: DirectoryOptions | None = None) -> Directory:
         """Join the DHT of a run through the host's bootstrap peers. Nobody answering is not an error: it goes on
         trying, and a run's first daemon is alone anyway (see `status`)."""
         options = options or DirectoryOptions()

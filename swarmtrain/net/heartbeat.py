@@ -7,9 +7,9 @@ come.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
+from swarmtrain import world
 from swarmtrain.net.meter import RoundTripEstimator
 
 
@@ -58,7 +58,7 @@ class Heartbeat:
     def pong(self, nonce: int) -> None:
         """The other end answered; measures if it is the answer to the latest ping."""
         if nonce == self._nonce and self._sent_at is not None:
-            self._rtt.add(time.monotonic() - self._sent_at)
+            self._rtt.add(world.monotonic() - self._sent_at)
             self._sent_at = None
 
     def _tick(self) -> None:
@@ -77,5 +77,5 @@ class Heartbeat:
 
     def _ping(self) -> None:
         self._nonce += 1
-        self._sent_at = time.monotonic()  # finer than the loop's clock, which may count in milliseconds
+        self._sent_at = world.monotonic()  # finer than the loop's clock, which may count in milliseconds
         self._send_ping(self._nonce)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from swarmtrain.net.address_book import AddressBook
 from swarmtrain.net.addresses import Address, group_by_peer
 from swarmtrain.net.errors import NetError, PeerUnreachable
 from swarmtrain.net.host_errors import (
-    AddressError,
     BootstrapError,
     DialResult,
     HostDownError,
@@ -37,8 +36,6 @@ __all__ = ["Host", "HostEvent", "HostEventKind", "HostOptions"]
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/swarmtrain/1"
-MAX_KNOWN_PEERS = 20_000
-MAX_ADDRESSES_OF_PEER = 16
 PORT_WAIT_S = 2.0  # how long a killed predecessor may hold our port
 CLOSE_WAIT_S = 3.0
 REDIAL_HEAD_START_S = 2.0  # a new p2pd knows nobody: let the bootstrap peers come first
@@ -58,8 +55,7 @@ class Host:
         self._closing = asyncio.Event()
         self._incoming = IncomingStreams(options.max_incoming_streams, options.max_incoming_streams_per_peer)
         self._outgoing: set[P2pdStream] = set()
-        self._known: OrderedDict[str, tuple[Address, ...]] = OrderedDict()
-        self._in_doubt: set[str] = set()  # known peers that could not be reached the last time
+        self._book = AddressBook()
         self._addresses: tuple[str, ...] = ()
         self._call_handlers: dict[str, CallHandler] = {}
         self._subscribers: list[Callable[[HostEvent], None]] = []
@@ -125,7 +121,7 @@ class Host:
 
     async def _open(self, peer_id: str, timeout_s: float) -> ByteStream:
         p2pd = await self._running_p2pd()
-        await self._reach(p2pd, peer_id, self._known.get(peer_id, ()), timeout_s)
+        await self._reach(p2pd, peer_id, self._book.get(peer_id), timeout_s)
         stream = await p2pd.open_stream(peer_id, PROTOCOL, timeout_s=timeout_s)
         self._outgoing.add(stream)
         stream.closed.add_done_callback(lambda _: self._outgoing.discard(stream))
@@ -144,10 +140,9 @@ class Host:
                 raise PeerUnreachable(f"peer {peer_id}: {dial_failure(reason)}")
             await p2pd.connect(peer_id, listening, timeout_s=timeout_s)
         except PeerUnreachable:
-            if peer_id in self._known:
-                self._in_doubt.add(peer_id)
+            self._book.dialed(peer_id, reached=False)
             raise
-        self._in_doubt.discard(peer_id)
+        self._book.dialed(peer_id, reached=True)
 
     # ---- more than a Transport --------------------------------------------------------------------------------------
 
@@ -159,7 +154,7 @@ class Host:
         """One small call (the directory's). Raises PeerUnreachable, HostDownError; at once if p2pd is away."""
         if self._p2pd is None or not self.is_ready:
             raise HostDownError("p2pd is away")
-        await self._reach(self._p2pd, peer_id, self._known.get(peer_id, ()), timeout_s)
+        await self._reach(self._p2pd, peer_id, self._book.get(peer_id), timeout_s)
         return await self._p2pd.calls.call(peer_id, protocol, payload, timeout_s=timeout_s)
 
     async def serve_calls(self, protocol: str, handler: CallHandler) -> None:
@@ -188,23 +183,15 @@ class Host:
         They may come from strangers: what is no address, or not one `of` that peer (if given), is ignored. Give `of`
         for what a peer says of itself, or it could replace the addresses of others.
         """
-        for peer_id, parsed in _readable_addresses(addresses).items():
-            if of is not None and peer_id != of:
-                continue
-            self._known[peer_id] = parsed[:MAX_ADDRESSES_OF_PEER]
-            self._known.move_to_end(peer_id)
-            self._in_doubt.discard(peer_id)
-        while len(self._known) > MAX_KNOWN_PEERS:
-            self._in_doubt.discard(self._known.popitem(last=False)[0])
+        self._book.learn(addresses, of=of)
 
     def hear(self, addresses: Iterable[str], *, of: str) -> None:
         """As `learn`, for what others say of a peer: taken only if nothing is known of it, or nothing that worked."""
-        if of not in self._known or of in self._in_doubt:
-            self.learn(addresses, of=of)
+        self._book.hear(addresses, of=of)
 
     def known_addresses(self, peer_id: str) -> tuple[str, ...]:
         """Where a peer can be dialed, as far as this host was told."""
-        return tuple(str(address) for address in self._known.get(peer_id, ()))
+        return tuple(str(address) for address in self._book.get(peer_id))
 
     async def connect(self, addresses: Iterable[str]) -> list[DialResult]:
         """Dial every peer named in `addresses`, all at once; one result per peer (this host itself left out)."""
@@ -383,19 +370,6 @@ class Host:
         self._tasks.append(task)
         task.add_done_callback(_report_failure)
         return task
-
-
-def _readable_addresses(addresses: Iterable[str]) -> dict[str, tuple[Address, ...]]:
-    """`group_by_peer` of those that can be read; the others are left out."""
-    grouped: dict[str, tuple[Address, ...]] = {}
-    for text in addresses:
-        try:
-            ((peer_id, parsed),) = group_by_peer([text]).items()
-        except AddressError as error:
-            logger.debug("an address that is none was ignored: %s", error)
-            continue
-        grouped[peer_id] = (*grouped.get(peer_id, ()), *parsed)
-    return grouped
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

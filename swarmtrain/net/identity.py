@@ -12,11 +12,13 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from swarmtrain import world
 from swarmtrain.net.addresses import peer_id_of_key
 from swarmtrain.net.host_errors import IdentityError, StateDirectoryError
 
 SIGNATURE_BYTES = 64
 PUBLIC_KEY_BYTES = 32
+SEED_BYTES = 32  # any 32 random bytes are an Ed25519 private key
 
 # libp2p's protobuf PrivateKey{type = Ed25519, data = 64 bytes: seed, public key}.
 _IDENTITY_PREFIX = bytes((0x08, 0x01, 0x12, 0x40))
@@ -60,7 +62,7 @@ class Identity(SigningKey):
     @classmethod
     def generate(cls) -> Identity:
         """A new identity, not saved anywhere."""
-        return cls(Ed25519PrivateKey.generate().private_bytes_raw())
+        return cls(world.token_bytes(SEED_BYTES))
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
@@ -89,7 +91,7 @@ class RunKey(SigningKey):
     @classmethod
     def generate(cls) -> RunKey:
         """A new run key, not saved anywhere."""
-        return cls(Ed25519PrivateKey.generate().private_bytes_raw())
+        return cls(world.token_bytes(SEED_BYTES))
 
     @classmethod
     def load(cls, path: Path) -> RunKey:

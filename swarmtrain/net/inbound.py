@@ -6,10 +6,10 @@ reserved memory for all of it and granted credit. So the receiver's memory is bo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swarmtrain import world
 from swarmtrain.net.budget import Budget, Reservation
 from swarmtrain.net.errors import ProtocolViolation, Violation
 from swarmtrain.wire.errors import UnknownKind
@@ -214,7 +214,7 @@ class InboundMessages:
         if len(message.body) < end:
             message.grow()  # it was admitted while the last chunk was on its way
         if message.position == 0:
-            message.first_at = time.monotonic()  # finer than the loop's clock, which may count in milliseconds
+            message.first_at = world.monotonic()  # finer than the loop's clock, which may count in milliseconds
             message.first_bytes = num_bytes
         message.is_receiving = True
         return memoryview(message.body)[message.position : end], message.crc
@@ -231,7 +231,7 @@ class InboundMessages:
     def measure(self, message: InboundMessage) -> Measurement | None:
         """What the complete `message` says about the link; None if it is too small or came in one piece."""
         num_bytes = message.num_bytes - message.first_bytes
-        seconds = time.monotonic() - message.first_at
+        seconds = world.monotonic() - message.first_at
         if message.num_bytes < _LEAST_REPORTED_BYTES or num_bytes <= 0 or seconds <= 0:
             return None
         return Measurement(num_bytes, seconds)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import time
 from collections.abc import Callable
 from typing import Protocol
 
+from swarmtrain import world
 from swarmtrain.errors import UsageError
 from swarmtrain.wire.limits import Priority
 
@@ -59,7 +59,7 @@ class TokenBucket:
         self,
         rate_bytes_per_s: float | None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = world.monotonic,
         schedule: Schedule = _schedule_on_running_loop,
     ) -> None:
         if rate_bytes_per_s is not None and not rate_bytes_per_s > 0:
@@ -171,7 +171,7 @@ class RateLimiter:
         max_up_bytes_per_s: float | None = None,
         max_down_bytes_per_s: float | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = world.monotonic,
         schedule: Schedule = _schedule_on_running_loop,
     ) -> None:
         self.max_up_bytes_per_s, self.max_down_bytes_per_s = max_up_bytes_per_s, max_down_bytes_per_s

@@ -78,6 +78,11 @@ class Node:
         """This end's identity."""
         return self._transport.peer_id
 
+    @property
+    def num_handlers(self) -> int:
+        """Requests that are being answered."""
+        return self._shared.tasks.num_running
+
     @overload
     async def call(
         self,

@@ -8,10 +8,10 @@ least urgent message, so that a wire that is always busy cannot starve a newcome
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from swarmtrain import world
 from swarmtrain.net.counters import Direction
 from swarmtrain.net.limiter import Ticket, TokenBucket
 from swarmtrain.net.outgoing import OutboundMessage
@@ -89,7 +89,7 @@ class OutboundQueue:
 
     def stalled_s(self) -> float:
         """For how long the stream has taken nothing although something waits."""
-        return time.monotonic() - self._paused_at if self._paused and not self._closed else 0.0
+        return world.monotonic() - self._paused_at if self._paused and not self._closed else 0.0
 
     async def wait_for_room(self, priority: Priority) -> None:
         """Return once fewer bytes of `priority` wait than the limit. One message may overshoot it, whatever its size.
@@ -128,7 +128,7 @@ class OutboundQueue:
     def pause(self) -> None:
         """The stream is full."""
         self._paused = True
-        self._paused_at = time.monotonic()
+        self._paused_at = world.monotonic()
 
     def resume(self) -> None:
         """The stream has drained."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from swarmtrain import world
 from swarmtrain.net.addresses import peer_id_from_bytes, peer_id_to_bytes
 from swarmtrain.net.errors import PeerUnreachable
 from swarmtrain.net.host_errors import AddressError, HostDownError, P2pdFailedError
@@ -90,7 +90,7 @@ class P2pdCalls:
     async def _ask(self, request: Any) -> Any:
         if self._is_closed:
             raise HostDownError("p2pd is gone")
-        call_id = secrets.token_bytes(16)
+        call_id = world.token_bytes(16)
         request.callId = call_id
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[call_id] = future

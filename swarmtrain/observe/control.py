@@ -46,6 +46,11 @@ class ControlServer:
         finally:
             os.umask(before)
 
+    @property
+    def address(self) -> str:
+        """The socket's path."""
+        return str(self.path)
+
     async def close(self) -> None:
         """Stop listening and remove the socket."""
         if self._server is not None:

@@ -5,8 +5,9 @@ All of it happens on the event loop, so one thread's clock is enough. Nested pie
 
 from __future__ import annotations
 
-import time
 from types import TracebackType
+
+from swarmtrain import world
 
 
 class Cost:
@@ -21,10 +22,10 @@ class Cost:
 
     def __enter__(self) -> None:
         if self._depth == 0:
-            self._began = time.thread_time()
+            self._began = world.processor()
         self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.seconds += time.thread_time() - self._began
+            self.seconds += world.processor() - self._began

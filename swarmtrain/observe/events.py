@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from swarmtrain import world
 from swarmtrain.observe.cost import Cost
 
 
@@ -14,7 +14,7 @@ from swarmtrain.observe.cost import Cost
 class Event:
     """Base of all events. `at` is seconds since the epoch."""
 
-    at: float = field(default_factory=time.time, kw_only=True)
+    at: float = field(default_factory=world.wall, kw_only=True)
 
     @property
     def name(self) -> str:

@@ -51,6 +51,17 @@ class Action(StrEnum):
     CUT = "cut"  # all links break
 
 
+_SIGNALS = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP}
+
+
+def _print_error(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _signal_self(action: Action) -> None:
+    os.kill(os.getpid(), _SIGNALS[action])
+
+
 @dataclass
 class _Armed:
     point: Point
@@ -65,6 +76,8 @@ class Faults:
     armed: list[_Armed] = field(default_factory=list)
     is_enabled: bool = False  # whether the flag was given
     cut: Callable[[], None] | None = None  # breaks all links; set by the daemon
+    strike: Callable[[Action], None] = _signal_self  # kills or stops this process
+    tell: Callable[[str], None] = _print_error
     pace_s: tuple[float, float] = (0.0, 0.0)  # what a forward and a backward take at least
 
     @classmethod
@@ -76,6 +89,10 @@ class Faults:
         armed = [_parse(part.strip()) for part in text.split(",")] if text else []
         return cls(armed, is_enabled=True, pace_s=_parse_pace(environment.get(PACE_VARIABLE, "0:0")))
 
+    def arm(self, point: str, nth: int, action: str) -> None:
+        """One fault more."""
+        self.armed.append(_Armed(Point(point), nth, Action(action)))
+
     def hit(self, point: Point) -> Action | None:
         """A point is reached. Kills, stops and cuts happen here; the caller does what else is returned."""
         due: Action | None = None
@@ -85,11 +102,9 @@ class Faults:
                 self.armed.remove(fault)
                 due = fault.action
         if due is not None:
-            print(f"test fault: {due} at {point}", file=sys.stderr, flush=True)
-        if due is Action.KILL:
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif due is Action.STOP:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            self.tell(f"test fault: {due} at {point}")
+        if due in _SIGNALS:
+            self.strike(due)
         elif due is Action.CUT and self.cut is not None:
             self.cut()
         return due

@@ -9,10 +9,12 @@ import asyncio
 import json
 import logging
 import re
+import socket
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from swarmtrain.errors import ExitCode, SwarmtrainError, UsageError
@@ -109,6 +111,20 @@ def checked_address(text: str, option: str) -> str:
 def show_address(host: str, port: int) -> str:
     """`HOST:PORT`, IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def same_port_as_before(host: str, port: int, note: Path) -> tuple[str, int]:
+    """For port 0: the one that this run's page had before, if it is free, so that open pages find it again."""
+    if port:
+        return host, port
+    try:
+        before = int(note.read_text().strip().removesuffix("/").rpartition(":")[2])
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, before))
+    except (OSError, ValueError, OverflowError):
+        return host, 0
+    return host, before
 
 
 class HttpServer:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from swarmtrain import world
 from swarmtrain.observe.events import CallsRerouted, Event, StepApplied
 from swarmtrain.observe.status import Point, Status, apply, with_point
 
@@ -17,7 +17,7 @@ class StatusKeeper:
     """The status after everything that was emitted so far."""
 
     def __init__(self, kind: str, *, num_steps: int = 0) -> None:
-        now = time.time()
+        now = world.wall()
         self.status = Status(kind, now, num_steps=num_steps, since=now)
         self._bell: asyncio.Future[None] | None = None
 

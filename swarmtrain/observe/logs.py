@@ -30,12 +30,16 @@ def json_lines(stream: TextIO) -> Sink:
     return write
 
 
+def clock_time(at: float) -> str:
+    """Seconds since the epoch as a clock on the wall here shows them."""
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
 def log_lines(stream: TextIO = sys.stderr) -> Sink:
     """A sink that writes a line for a person, with the time of day."""
 
     def write(event: Event) -> None:
-        clock = time.strftime("%H:%M:%S", time.localtime(event.at))
-        print(f"{clock} {printable(event.line())}", file=stream, flush=True)
+        print(f"{clock_time(event.at)} {printable(event.line())}", file=stream, flush=True)
 
     return write
 

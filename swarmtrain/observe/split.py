@@ -8,12 +8,12 @@ counts although the processor is busy with another one, are counted apart (`Micr
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from threading import Lock
 
+from swarmtrain import world
 from swarmtrain.observe.activity import Cause
 
 _HOLDS_BACK = (Cause.NEXT_STAGE_EMPTY, Cause.CAPPED)  # a call that waits for these moves nothing over the wire
@@ -32,9 +32,9 @@ class Part(StrEnum):
 class TimeSplit:
     """Counts seconds by part. Called from the event loop and from the compute thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = world.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._going_on = dict.fromkeys(Part, 0)
         self._cause = Cause.JOINING
         self._seconds: dict[tuple[Part, Cause | None], float] = {}

@@ -8,7 +8,7 @@ import logging
 from swarmtrain.chain.neighbours import RECORD_LIFE_S, PeerRecord, stage_topic
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.net.directory import Directory
-from swarmtrain.net.host import Host
+from swarmtrain.net.network import NetworkHost
 from swarmtrain.net.waiting import wait_event
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.coordinator_link import CoordinatorLink
@@ -25,7 +25,7 @@ class Announcing:
     """Keeps the record of one seat fresh."""
 
     def __init__(
-        self, seat: Seat, options: PeerOptions, directory: Directory, host: Host, link: CoordinatorLink
+        self, seat: Seat, options: PeerOptions, directory: Directory, host: NetworkHost, link: CoordinatorLink
     ) -> None:
         self._seat, self._options = seat, options
         self._directory, self._host, self._link = directory, host, link

@@ -13,7 +13,7 @@ from swarmtrain.codec.samples import SampleStore
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
 from swarmtrain.net.directory import Directory
-from swarmtrain.net.host import Host
+from swarmtrain.net.network import NetworkHost
 from swarmtrain.net.node import Node
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext
@@ -34,7 +34,7 @@ async def build_context(
     fit: Fit,
     *,
     link: CoordinatorLink,
-    host: Host,
+    host: NetworkHost,
     node: Node,
     directory: Directory,
 ) -> PeerContext:

@@ -7,7 +7,6 @@ settled when the step ends, when the microbatch is given up, or (sticky codecs) 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from fractions import Fraction
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swarmtrain import world
 from swarmtrain.codec import (
     Aux,
     Decoder,
@@ -127,9 +127,9 @@ class StageCodecs:
         """What goes back to the caller; `boundary` is what it sent, `mask` what that had left out."""
         context = self._context(Direction.BACKWARD, step, entry.microbatch, receiver=entry.caller)
         context = replace(context, critical=entry.is_critical)
-        started = time.perf_counter()
+        started = world.monotonic()
         encoded = self._encode(self._backward_encoder, entry, gradient, context, mask)
-        encode_s = time.perf_counter() - started
+        encode_s = world.monotonic() - started
         self.fidelity.look(gradient, encoded, context, mask)
         if self.compresses_if_critical:
             self.times.add(entry.is_critical, encode_s, partial(self._decode, encoded.payload, context, mask))

@@ -11,14 +11,14 @@ import asyncio
 import heapq
 import itertools
 import statistics
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from threading import Lock
 from typing import Generic, TypeVar
 
+from swarmtrain import world
 from swarmtrain.observe.split import Part, TimeSplit
 
 T = TypeVar("T")
@@ -53,6 +53,8 @@ class Timed(Generic[T]):
 
 @dataclass(order=True)
 class _Job:
+    """One piece of work in the queue; a `world.Job`."""
+
     rank: int
     microbatch: int
     serial: int
@@ -60,6 +62,40 @@ class _Job:
     work: Callable[[], object] = field(compare=False)
     future: asyncio.Future[Timed[object]] = field(compare=False)
     submitted: float = field(compare=False)
+    compute: ComputeThread = field(compare=False)
+    began: float = field(default=0.0, compare=False)
+    value: object = field(default=None, compare=False)
+    error: BaseException | None = field(default=None, compare=False)
+
+    @property
+    def label(self) -> str:
+        """See `world.Job`."""
+        return self.kind.name.lower()
+
+    @property
+    def least_s(self) -> float:
+        """See `world.Job`."""
+        return self.compute.at_least_s.get(self.kind, 0.0)
+
+    def run(self) -> None:
+        """On the thread."""
+        try:
+            self.value = self.work()
+        except BaseException as caught:
+            self.error = caught
+
+    def finished(self, run_s: float) -> None:
+        """On the thread."""
+        self.compute.job_finished(self, run_s)
+
+    def deliver(self, run_s: float) -> None:
+        """On the event loop."""
+        if self.future.done():
+            return
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(Timed(self.value, self.began - self.submitted, run_s))
 
 
 RECENT = 64  # jobs of a kind that stand for its usual time
@@ -99,27 +135,28 @@ class ComputeThread:
     def __init__(self, split: TimeSplit | None = None, *, at_least_s: Mapping[Kind, float] | None = None) -> None:
         """`at_least_s`: a job that is done sooner makes the thread wait; for tests that need a slower machine."""
         self._loop = asyncio.get_running_loop()
-        self._at_least_s = dict(at_least_s or {})
+        self.at_least_s = dict(at_least_s or {})
         self.split = split or TimeSplit()
         self._jobs: list[_Job] = []
         self._serial = itertools.count()
-        self._changed = threading.Condition()
+        self._lock = Lock()
         self._stopping = False
+        self._has_failed = False  # the last pass
+        self._idle_since = world.monotonic()
         self.times = ComputeTimes()
         self.on_running_out: Callable[[], None] = _nobody_cares  # called on the loop
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
-        self._thread.start()
+        self._engine = world.start_engine("compute", self._take)
 
     async def run(self, kind: Kind, microbatch: int, work: Callable[[], T]) -> Timed[T]:
         """Run `work` on the thread when its turn comes. Cancelling the caller does not stop a job that has begun."""
         future: asyncio.Future[Timed[object]] = self._loop.create_future()
-        job = _Job(kind.rank, microbatch, next(self._serial), kind, work, future, time.perf_counter())
-        with self._changed:
+        job = _Job(kind.rank, microbatch, next(self._serial), kind, work, future, world.monotonic(), self)
+        with self._lock:
             if self._stopping:
                 raise RuntimeError("the compute thread has stopped")
             heapq.heappush(self._jobs, job)
             self.split.begin(Part.QUEUE)
-            self._changed.notify()
+        self._engine.wake()
         return await future  # type: ignore[return-value]
 
     def backlog(self) -> int:
@@ -128,7 +165,7 @@ class ComputeThread:
 
     def backlog_s(self) -> float:
         """How long a new forward would wait, by the average times."""
-        with self._changed:
+        with self._lock:
             kinds = [job.kind for job in self._jobs]
         return sum(self.times.average_s.get(kind, 0.0) for kind in kinds)
 
@@ -137,7 +174,7 @@ class ComputeThread:
 
         Returns its microbatch; whoever waits for the job gets `Withdrawn`.
         """
-        with self._changed:
+        with self._lock:
             waiting = [job for job in self._jobs if job.kind is kind and not job.future.done()]
             last = max((job for job in waiting if may_go(job.microbatch)), default=None)
             if last is None:
@@ -150,58 +187,43 @@ class ComputeThread:
 
     async def stop(self) -> None:
         """Finish the running job, drop the rest, end the thread."""
-        with self._changed:
+        with self._lock:
             self._stopping = True
             dropped, self._jobs = self._jobs, []
-            self._changed.notify()
         for job in dropped:
             self.split.end(Part.QUEUE)
             job.future.cancel()
-        await asyncio.to_thread(self._thread.join)
+        await self._engine.stop()
 
-    def _run(self) -> None:
-        has_failed = False  # the last pass
+    def _take(self) -> _Job | None:
+        """The engine is free: its next job."""
         while True:
-            waited_from = time.perf_counter()
-            with self._changed:
-                while not self._jobs and not self._stopping:
-                    self._changed.wait()
-                if self._stopping:
-                    return
+            with self._lock:
+                if not self._jobs:
+                    return None
                 job = heapq.heappop(self._jobs)
-                is_last = not self._jobs and job.kind in PASSES and not has_failed
-            began = time.perf_counter()
-            self.times.idle_s += began - waited_from
+                is_last = not self._jobs and job.kind in PASSES and not self._has_failed
+            job.began = world.monotonic()
             if job.future.cancelled():
                 self.split.end(Part.QUEUE)
                 continue
+            self.times.idle_s += job.began - self._idle_since
             self.split.take()
             if is_last:
                 self._loop.call_soon_threadsafe(self.on_running_out)
-            try:
-                value, error = job.work(), None
-            except BaseException as caught:
-                value, error = None, caught
-            if self._at_least_s:
-                time.sleep(max(0.0, self._at_least_s.get(job.kind, 0.0) - (time.perf_counter() - began)))
-            run_s = time.perf_counter() - began
-            self.split.end(Part.COMPUTE)
-            self.times.add(job.kind, run_s)
-            self._loop.call_soon_threadsafe(_deliver, job, value, error, began - job.submitted, run_s)
-            if job.kind in PASSES:
-                has_failed = error is not None
-                if not self._jobs and not has_failed:
-                    self._loop.call_soon_threadsafe(self.on_running_out)
+            return job
+
+    def job_finished(self, job: _Job, run_s: float) -> None:
+        """Called by the job, on the thread."""
+        self.split.end(Part.COMPUTE)
+        self._idle_since = world.monotonic()
+        self.times.add(job.kind, run_s)
+        self._loop.call_soon_threadsafe(job.deliver, run_s)
+        if job.kind in PASSES:
+            self._has_failed = job.error is not None
+            if not self._jobs and not self._has_failed:
+                self._loop.call_soon_threadsafe(self.on_running_out)
 
 
 def _nobody_cares() -> None:
     pass
-
-
-def _deliver(job: _Job, value: object, error: BaseException | None, queue_s: float, run_s: float) -> None:
-    if job.future.done():
-        return
-    if error is not None:
-        job.future.set_exception(error)
-    else:
-        job.future.set_result(Timed(value, queue_s, run_s))

@@ -13,7 +13,7 @@ from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.net.directory import Directory, TopicRule
 from swarmtrain.net.errors import CallRefused, NetError
-from swarmtrain.net.host import Host
+from swarmtrain.net.network import NetworkHost
 from swarmtrain.net.node import Node
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
@@ -43,7 +43,7 @@ def directory_rules(invite: Invite) -> Mapping[str, TopicRule]:
 class CoordinatorLink:
     """Knows who coordinates now."""
 
-    def __init__(self, invite: Invite, host: Host, node: Node, directory: Directory) -> None:
+    def __init__(self, invite: Invite, host: NetworkHost, node: Node, directory: Directory) -> None:
         self._invite, self._host, self._node, self._directory = invite, host, node, directory
         self.peer_id: str | None = None
         self.term = 0

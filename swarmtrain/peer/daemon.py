@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
-import secrets
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from swarmtrain import world
+from swarmtrain.machine import Machine, ThisMachine
 from swarmtrain.net.directory import Directory, DirectoryOptions
 from swarmtrain.net.errors import Refusal
 from swarmtrain.net.exchange import Exchange
-from swarmtrain.net.host import Host
 from swarmtrain.net.host_options import HostOptions
 from swarmtrain.net.limiter import RateLimiter
+from swarmtrain.net.network import NetworkHost
 from swarmtrain.net.node import Node
-from swarmtrain.observe.control import ControlServer
 from swarmtrain.observe.events import Events, PeerEnded, PhaseReached
-from swarmtrain.observe.http import HttpServer, parse_address
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.service import peer_routes
 from swarmtrain.peer.announcing import Announcing
@@ -67,7 +64,7 @@ T = TypeVar("T")
 class _Joined:
     """What stays the same from stage to stage."""
 
-    host: Host
+    host: NetworkHost
     node: Node
     directory: Directory
     link: CoordinatorLink
@@ -88,17 +85,18 @@ class _Settled:
 class PeerDaemon:
     """One peer of one run. `run` returns when it has left."""
 
-    def __init__(self, options: PeerOptions, events: Events) -> None:
-        self.options, self.events = options, events
+    def __init__(self, options: PeerOptions, events: Events, machine: Machine | None = None) -> None:
+        self.options, self.events, self._machine = options, events, machine or ThisMachine()
         self.keeper = StatusKeeper("peer")
         events.add(self.keeper)
-        self.incarnation = secrets.token_hex(8)
-        self._seat_number = int(1000 * time.time())  # above those of former lives
+        self.incarnation = world.token_hex(8)
+        self._seat_number = int(1000 * world.wall())  # above those of former lives
         self._target = options.stage
         self._going = asyncio.Event()  # leaves its stage: to go, or to move to another one
         self._leaving = asyncio.Event()
         self._leave_reason = "asked to leave"
         self._handlers: dict[type[Message], Callable[[Any, Exchange], Any]] = {}
+        self.settled: PeerContext | None = None  # while it hosts a stage
 
     async def run(self) -> None:
         """Join, serve until asked to leave or the run ends, drain, go."""
@@ -128,7 +126,7 @@ class PeerDaemon:
     async def _join(self, stack: contextlib.AsyncExitStack) -> _Joined:
         """Network, the run's definition. p2pd first: before the model is allocated."""
         options = self.options
-        host = await Host.start(
+        host = await self._machine.start_host(
             HostOptions(
                 state_dir=options.state_dir,
                 listen=options.listen,
@@ -162,7 +160,7 @@ class PeerDaemon:
             settled = await self._unless_leaving(self._settle(stack, joined))
             if settled is not None:
                 await self._serve(joined, settled)
-            self._handlers = {}
+            self._handlers, self.settled = {}, None
 
     async def _settle(self, stack: contextlib.AsyncExitStack, joined: _Joined) -> _Settled:
         """The stage: which one, whether it fits, its tensors, and who answers for it."""
@@ -196,6 +194,7 @@ class PeerDaemon:
         microbatches = Microbatches(context)
         stack.push_async_callback(microbatches.hunger.close)
         self._handlers = _handlers(microbatches, steps, syncing, enrolling)
+        self.settled = context
         await self._control(stack, seat, observer)
         enrolling.metrics_at = await self._serve_metrics(stack, observer)
         return _Settled(seat, enrolling, announcing, observer)
@@ -204,7 +203,7 @@ class PeerDaemon:
         """Be part of the run until asked to leave, or permitted to move."""
         seat, context = settled.seat, settled.seat.context
         second_look_s = joined.link.rules.second_look_s
-        mover = Mover(context.node.peer_id, context.stage, seat.number, random.Random(), second_look_s)
+        mover = Mover(context.node.peer_id, context.stage, seat.number, world.random(), second_look_s)
         self._going.clear()
         if self._leaving.is_set():
             self._going.set()
@@ -230,7 +229,7 @@ class PeerDaemon:
         self._say_ended(context)
         if not self._leaving.is_set():
             self._seat_number = max(mover.version, seat.number) + 1
-            self.incarnation = secrets.token_hex(8)
+            self.incarnation = world.token_hex(8)
             self.options = replace(self.options, stage=self._target)
 
     def _move(self, target: int) -> None:
@@ -255,19 +254,18 @@ class PeerDaemon:
             seat.changed()
 
         commands = control_commands(seat.context, observer.snapshot, self.leave, change)
-        server = ControlServer(self.options.state_dir / "control.sock", commands)
-        await server.start()
-        stack.push_async_callback(server.close)
+        door = await self._machine.serve_control(self.options.state_dir, commands)
+        stack.push_async_callback(door.close)
 
     async def _serve_metrics(self, stack: contextlib.AsyncExitStack, observer: PeerObserver) -> str:
         """HOST:PORT under which the metrics can be had; empty if they are not served."""
         if not self.options.metrics:
             return ""
-        server = HttpServer(peer_routes(observer.snapshot, self.events.cost))
-        await server.start(*parse_address(self.options.metrics, "--metrics"))
-        stack.push_async_callback(server.close)
-        self._say_phase("metrics", f"http://{server.address}/metrics")
-        return (self.options.metrics_announce or server.address)[:80]
+        routes = peer_routes(observer.snapshot, self.events.cost)
+        door = await self._machine.serve_http(routes, self.options.metrics, "--metrics")
+        stack.push_async_callback(door.close)
+        self._say_phase("metrics", f"http://{door.address}/metrics")
+        return (self.options.metrics_announce or door.address)[:80]
 
     def _say_phase(self, phase: str, detail: str) -> None:
         self.events.emit(PhaseReached(phase, detail))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from swarmtrain import world
 from swarmtrain.codec import Aux, Direction, Encoded, Limits, MessageContext, decode
 from swarmtrain.codec.tensors import plain
 
@@ -48,9 +48,9 @@ class CodecTimes:
     def add(self, compressed: bool, encode_s: float, decode: Callable[[], object]) -> None:
         """A message took `encode_s`; `decode` does what its receiver does, and is timed now and then."""
         if self._num_sent[compressed] % SAMPLE_EVERY == 0:
-            started = time.perf_counter()
+            started = world.monotonic()
             decode()
-            self._decode_s[compressed] = time.perf_counter() - started
+            self._decode_s[compressed] = world.monotonic() - started
         self._num_sent[compressed] += 1
         known = self._encode_s.get(compressed, encode_s)
         self._encode_s[compressed] = 0.8 * known + 0.2 * encode_s

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections import deque
 from collections.abc import Sequence
 
+from swarmtrain import world
 from swarmtrain.model.workload import workload_of
 from swarmtrain.net.errors import NetError
 from swarmtrain.peer.context import PeerContext, PeerState
@@ -28,7 +28,7 @@ class Hunger:
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
-        self._appetite: Appetite[str] = Appetite(random.Random())
+        self._appetite: Appetite[str] = Appetite(world.random())
         self._message_bytes = workload_of(context.manifest).boundary_bytes
         self._asking: asyncio.Task[None] | None = None
         self._promised: deque[float] = deque()  # until when what was given to this peer may still come

@@ -50,7 +50,7 @@ class Microbatches:
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
-        self._listeners: dict[int, set[Exchange]] = {}
+        self._listeners: dict[int, dict[Exchange, None]] = {}  # in the order in which they came
         self.hunger = Hunger(context)
         self.giving = Giving(context, self._is_awaited)
 
@@ -84,12 +84,12 @@ class Microbatches:
             context.counters.joined += 1
             entry.was_given = entry.was_given or work.is_given
         assert entry.task is not None
-        listeners = self._listeners.setdefault(work.microbatch, set())
-        listeners.add(exchange)
+        listeners = self._listeners.setdefault(work.microbatch, {})
+        listeners[exchange] = None
         try:
             answer = await asyncio.shield(entry.task)
         finally:
-            listeners.discard(exchange)
+            listeners.pop(exchange, None)
         if not is_first and self._has_other_mask(entry, work):
             await self._give_up_sticky(entry, exchange.peer_id)
             return await self._with_mask(entry, work.step, answer)

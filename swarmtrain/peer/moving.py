@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
 
+from swarmtrain import world
 from swarmtrain.chain.neighbours import PeerRecord, stage_topic
 from swarmtrain.chain.rebalancing import INTENT_TOPIC, Costs, MoveRules, intent_of, intent_value, members_of
 from swarmtrain.errors import SwarmtrainError
@@ -42,7 +42,7 @@ class Moving:
     ) -> None:
         self._context, self._link, self._directory = context, link, directory
         self._mover, self._depart = mover, depart
-        self._rng = random.Random()
+        self._rng = world.random()
         self._costs = Costs.of(context.manifest)
         self._published: Intent | str | None = "what a former seat has said"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections import Counter
 from typing import Any
 
 import psutil
 import torch
 
+from swarmtrain import world
 from swarmtrain.net.limiter import RateLimiter
 from swarmtrain.observe.activity import Activity, Cause, PeerFacts, explain
 from swarmtrain.observe.events import ActivityChanged, Events, StepFollowed
@@ -37,7 +37,7 @@ class PeerObserver:
         self._events, self._limiter = events, limiter
         self._news = RerouteNews(context.stage + 1)
         self._news_at = 0.0
-        self._seen, self._seen_at = Cause.JOINING, time.time()
+        self._seen, self._seen_at = Cause.JOINING, world.wall()
         self._told = (Cause.JOINING, "")
         self._step, self._num_done = context.step, 0
         self._heard, self._answered = context.word, 0
@@ -53,7 +53,7 @@ class PeerObserver:
 
     def look(self) -> None:
         """Notice what has changed."""
-        context, now = self._context, time.time()
+        context, now = self._context, world.wall()
         facts = self.facts()
         activity = explain(facts)
         context.compute.split.explain_idle(activity.cause)
@@ -94,7 +94,7 @@ class PeerObserver:
     def snapshot(self) -> dict[str, Any]:
         """Everything, as plain data."""
         context, times = self._context, self._context.compute.times
-        read, now = context.compute.split.read(), time.time()
+        read, now = context.compute.split.read(), world.wall()
         status = self._keeper.status
         up, down = context.node.transfers()
         links = context.node.links()

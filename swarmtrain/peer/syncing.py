@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from dataclasses import replace
 
+from swarmtrain import world
 from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
 from swarmtrain.net.errors import Refusal
 from swarmtrain.net.exchange import Exchange
@@ -93,7 +93,7 @@ class Syncing:
 
     def _start_over(self) -> None:
         context = self._context
-        context.incarnation = secrets.token_hex(8)
+        context.incarnation = world.token_hex(8)
         self._steps.hearing.drop()  # they were asked of the former incarnation
         self._download, self._num_failures = None, 0
         self._advanced_at = asyncio.get_running_loop().time()
@@ -148,7 +148,7 @@ class Syncing:
     async def fetch_digests(self, fetch: FetchDigests, exchange: Exchange) -> ChunkDigests:
         """Answer `FetchDigests`."""
         source = await self._source(fetch.run, fetch.stage, fetch.step)
-        return await asyncio.to_thread(source.digests)
+        return await world.in_thread(source.digests)
 
     async def _source(self, run: str, stage: int, step: int) -> StateSource:
         """The state of `step`: a copy that was kept, or one made now if that is the current step."""

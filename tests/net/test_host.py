@@ -162,7 +162,7 @@ def test_addresses_from_strangers_are_learned_with_care(tmp_path: Path) -> None:
             third.learn(["junk", "", "/ip4/1.2.3.4/tcp/1", real, "x" * 10_000])
             third.learn([wrong], of=third.peer_id)  # a peer may not speak for another
             third.learn([wrong] * 3, of="somebody")
-            assert third._known[second.peer_id] == (Address.parse(real),)
+            assert third._book.get(second.peer_id) == (Address.parse(real),)
             collector = Collector(await third.open(second.peer_id, timeout_s=10))
             await collector.send(b"x")
             await collector.receive(1)

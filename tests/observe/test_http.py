@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from swarmtrain.coordinator.web import same_port_as_before
 from swarmtrain.errors import UsageError
 from swarmtrain.observe import http
 from swarmtrain.observe.http import (
@@ -22,6 +21,7 @@ from swarmtrain.observe.http import (
     as_json,
     checked_address,
     parse_address,
+    same_port_as_before,
 )
 
 

@@ -1,0 +1,231 @@
+"""A host in memory: the network's door of one process. As `net/host.py`, with the network of network.py below it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from swarmtrain.net.address_book import AddressBook
+from swarmtrain.net.errors import PeerUnreachable
+from swarmtrain.net.host_errors import BootstrapError, DialResult, HostDownError
+from swarmtrain.net.host_options import HostEvent, HostEventKind, HostOptions
+from swarmtrain.net.identity import Identity
+from swarmtrain.net.p2pd_calls import CallHandler
+from swarmtrain.net.transport import ByteStream
+from swarmtrain.simulated.network import Network
+
+if TYPE_CHECKING:
+    from swarmtrain.simulated.machine import SimulatedMachine, SimulatedProcess
+
+HEADER_BYTES = 60  # of a small call
+
+
+class SimulatedHost:
+    """See the module. A `NetworkHost`."""
+
+    def __init__(
+        self, network: Network, machine: SimulatedMachine, process: SimulatedProcess, options: HostOptions
+    ) -> None:
+        self._network, self.machine, self.process = network, machine, process
+        self.options = options
+        options.state_dir.mkdir(parents=True, exist_ok=True)
+        self.identity = Identity.load_or_create(options.state_dir / "identity.key")
+        self._book = AddressBook()
+        self._ready = asyncio.Event()
+        self._is_closed = False
+        self._accept: Callable[[ByteStream], None] | None = None
+        self._handlers: dict[str, CallHandler] = {}
+        self._subscribers: list[Callable[[HostEvent], None]] = []
+        self._ready.set()
+        network.hosts[self.peer_id] = self
+
+    @classmethod
+    async def start(
+        cls, network: Network, machine: SimulatedMachine, process: SimulatedProcess, options: HostOptions
+    ) -> SimulatedHost:
+        """As `Host.start`: an error if no bootstrap peer answers and one is required."""
+        options.check()
+        self = cls(network, machine, process, options)
+        process.host = self
+        self._book.learn(options.bootstrap)
+        results = []
+        for text in options.bootstrap:
+            peer_id = text.rpartition("/")[2]
+            if peer_id != self.peer_id:
+                error = await self._reach(peer_id, options.dial_timeout_s)
+                results.append(DialResult(peer_id, (text,), error))
+        if results and options.require_bootstrap and all(result.error for result in results):
+            await self.close()
+            raise BootstrapError(results)
+        return self
+
+    @property
+    def peer_id(self) -> str:
+        """See `NetworkHost`."""
+        return self.identity.peer_id
+
+    @property
+    def is_ready(self) -> bool:
+        """See `NetworkHost`."""
+        return self._ready.is_set() and not self._is_closed
+
+    async def wait_ready(self) -> None:
+        """See `NetworkHost`."""
+        await self._ready.wait()
+        if self._is_closed:
+            raise HostDownError("the host is closed")
+
+    def addresses(self) -> tuple[str, ...]:
+        """See `NetworkHost`."""
+        return (f"{self.machine.address}/p2p/{self.peer_id}",)
+
+    def known_addresses(self, peer_id: str) -> tuple[str, ...]:
+        """See `NetworkHost`."""
+        return tuple(str(address) for address in self._book.get(peer_id))
+
+    def learn(self, addresses: Iterable[str], *, of: str | None = None) -> None:
+        """See `NetworkHost`."""
+        self._book.learn(addresses, of=of)
+
+    def hear(self, addresses: Iterable[str], *, of: str) -> None:
+        """See `NetworkHost`."""
+        self._book.hear(addresses, of=of)
+
+    def subscribe(self, callback: Callable[[HostEvent], None]) -> None:
+        """See `NetworkHost`."""
+        self._subscribers.append(callback)
+
+    def listen(self, accept: Callable[[ByteStream], None]) -> None:
+        """See `Transport`."""
+        self._accept = accept
+
+    async def serve_calls(self, protocol: str, handler: CallHandler) -> None:
+        """See `NetworkHost`."""
+        self._handlers[protocol] = handler
+
+    async def open(self, peer_id: str, *, timeout_s: float) -> ByteStream:
+        """See `Transport`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.wait_ready()
+                if (error := await self._reach(peer_id, timeout_s)) is not None:
+                    raise PeerUnreachable(f"peer {peer_id}: {error}")
+                other = self._network.hosts[peer_id]
+                here, there = self._network.connect(self, other)
+                other.process.call_soon(lambda: other._accepted(there))
+                return here
+        except TimeoutError:
+            raise PeerUnreachable(f"peer {peer_id}: no answer within {timeout_s:g} s") from None
+
+    def _accepted(self, stream: ByteStream) -> None:
+        if self._accept is None or not self.is_ready:
+            stream.abort()
+        else:
+            self._accept(stream)
+
+    async def call(self, peer_id: str, protocol: str, payload: bytes, *, timeout_s: float) -> bytes:
+        """See `NetworkHost`."""
+        if not self.is_ready:
+            raise HostDownError("p2pd is away")
+        answer: asyncio.Future[bytes | str] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                if (error := await self._reach(peer_id, timeout_s)) is not None:
+                    raise PeerUnreachable(f"peer {peer_id}: {error}")
+                other = self._network.hosts[peer_id]
+                self._send(other, len(payload), lambda: other._serve(self, protocol, payload, answer))
+                found = await answer
+        except TimeoutError:
+            raise PeerUnreachable(f"peer {peer_id}: no answer within {timeout_s:g} s") from None
+        if isinstance(found, str):
+            raise PeerUnreachable(f"peer {peer_id}: {found}")
+        return found
+
+    def _send(self, other: SimulatedHost, num_bytes: int, arrive: Callable[[], None]) -> None:
+        """Have `arrive` called at the other end, in its process; never, if the line does not let it pass."""
+        source, target = self.machine.name, other.machine.name
+        at = self._network.arrival(source, target, num_bytes + HEADER_BYTES)
+
+        def deliver() -> None:
+            if not self._network.is_blocked(source, target) and self._network.hosts.get(other.peer_id) is other:
+                self._network.note(source, target, num_bytes)
+                other.process.call_soon(arrive)
+
+        self._network.loop.call_at(at, deliver, context=self._network.context)
+
+    def _serve(self, caller: SimulatedHost, protocol: str, payload: bytes, answer: asyncio.Future[bytes | str]) -> None:
+        def settle(found: bytes | str) -> None:
+            if not answer.done():
+                answer.set_result(found)
+
+        async def work() -> None:
+            handler = self._handlers.get(protocol)
+            try:
+                found: bytes | str = (
+                    "protocol not supported" if handler is None else await handler(caller.peer_id, payload)
+                )
+            except Exception as error:
+                found = repr(error)
+            self._send(caller, len(found), lambda: settle(found))
+
+        self.process.spawn(work(), "answer a small call")
+
+    async def _reach(self, peer_id: str, timeout_s: float) -> str | None:
+        """Why there is no connection to a peer; None if there is one now."""
+        network = self._network
+        pair = (min(peer_id, self.peer_id), max(peer_id, self.peer_id))
+        if pair in network.connected:
+            return None
+        if not self._book.get(peer_id):
+            return "no address is known"
+        there = self._book.get(peer_id)[0].without_peer()
+        machine = self.machine.by_address.get(str(there))
+        if machine is None:
+            await asyncio.sleep(timeout_s)
+            return "no answer"
+        name = machine.name
+        round_trip = [network.arrival(self.machine.name, name, HEADER_BYTES), 0.0]
+        await asyncio.sleep(round_trip[0] - network.loop.time() + network.line(name, self.machine.name).delay_s)
+        blocked = network.is_blocked(self.machine.name, name) or network.is_blocked(name, self.machine.name)
+        if blocked or machine.is_off:
+            self._book.dialed(peer_id, reached=False)
+            await asyncio.sleep(timeout_s)
+            return "no answer"
+        other = network.hosts.get(peer_id)
+        if other is None or not other.is_ready or other.machine is not machine:
+            self._book.dialed(peer_id, reached=False)
+            return "connection refused"
+        self._book.dialed(peer_id, reached=True)
+        network.connected[pair] = None
+        return None
+
+    def fail(self) -> None:
+        """The transport dies: all streams are gone, at both ends."""
+        if not self.is_ready:
+            return
+        self._ready.clear()
+        self._network.leave(self)
+        for end in self._network.ends_of(self):
+            end.abort()
+        self._tell(HostEventKind.P2PD_DIED, "the transport has died")
+
+    def recover(self) -> None:
+        """The transport is back, with the same identity."""
+        if not self._is_closed:
+            self._network.hosts[self.peer_id] = self
+            self._ready.set()
+            self._tell(HostEventKind.P2PD_RESTARTED, "the transport runs again")
+
+    def _tell(self, kind: HostEventKind, detail: str) -> None:
+        for callback in self._subscribers:
+            callback(HostEvent(kind, detail))
+
+    async def close(self) -> None:
+        """See `NetworkHost`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._ready.set()
+            self._network.leave(self)
+            for end in self._network.ends_of(self):
+                end.abort()

@@ -1,0 +1,102 @@
+"""What must be true of every simulated run: the reference's bits, books that balance, bounds, and that it ends."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from swarmtrain.audit import audit
+from swarmtrain.checkpoint import latest
+from swarmtrain.coordinator.journal import Journal
+from swarmtrain.errors import SwarmtrainError
+from swarmtrain.reference import ReferenceTrainer
+from swarmtrain.run.manifest import Manifest
+from swarmtrain.simulated.swarm import SimulatedSwarm
+
+SPARE_JOBS = 32  # step work and messages do not count against the queue for passes
+TASKS_PER_LIFE = 16
+LOSS_TOLERANCE = 0.3  # of codecs that remember: another peer remembers something else
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """What one process makes of a manifest."""
+
+    digests: tuple[str, ...]
+    losses: tuple[float, ...]
+
+
+@dataclass
+class References:
+    """Reference runs, each manifest trained once."""
+
+    _known: dict[str, ReferenceRun] = field(default_factory=dict)
+
+    def __call__(self, manifest: Manifest) -> ReferenceRun:
+        """In this process, with one thread."""
+        key = manifest.digest()
+        if key not in self._known:
+            before = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                with tempfile.TemporaryDirectory(prefix="swarmtrain-reference-") as place:
+                    trainer = ReferenceTrainer(manifest, out=Path(place))
+                    losses = tuple(report.loss for report in trainer.run())
+                    digests = tuple(worker.state.digest() for worker in trainer.workers)
+            finally:
+                torch.set_num_threads(before)
+            self._known[key] = ReferenceRun(digests, losses)
+        return self._known[key]
+
+
+def judge(swarm: SimulatedSwarm, reference: ReferenceRun, *, is_exact: bool = True) -> list[str]:
+    """What is wrong with a run that has ended, or should have."""
+    found = list(swarm.faults)
+    if not swarm.is_over:
+        return found or ["the run has not ended"]
+    directory = swarm.coordinator.state_dir
+    try:
+        newest = latest(directory / "checkpoints")
+        with Journal(directory / "journal.sqlite", read_only=True) as journal:
+            losses = tuple(decision.loss for decision, _ in journal.decisions())
+        found += audit(directory).faults
+    except SwarmtrainError as error:
+        return [*found, f"what the coordinator left cannot be read: {error}"]
+    if newest is None or newest.step != swarm.manifest.schedule.steps:
+        return [*found, f"the last checkpoint is of step {newest.step if newest else None}"]
+    if is_exact:
+        for stage, entry in enumerate(newest.stages):
+            if entry.state_digest != reference.digests[stage]:
+                found.append(f"stage {stage} does not end in the reference's bits")
+        if losses != reference.losses:
+            found.append("the decided losses are not the reference's")
+    elif len(losses) != len(reference.losses) or any(
+        abs(a - b) > LOSS_TOLERANCE for a, b in zip(losses, reference.losses, strict=True)
+    ):
+        found.append(f"the losses {losses} are too far from the reference's {reference.losses}")
+    return found
+
+
+def excesses(swarm: SimulatedSwarm) -> list[str]:
+    """What is larger than it may ever be, in daemons that run now."""
+    found = []
+    num_lives, num_microbatches = len(swarm.lives), swarm.manifest.batch.microbatches_per_step
+    for life in swarm.lives.values():
+        if not life.is_running or life.daemon is None:
+            continue
+        context = life.daemon.settled if life.stage >= 0 else getattr(life.daemon, "context", None)
+        if context is None:
+            continue
+        if life.stage >= 0:
+            if context.compute.backlog() > context.max_queue + SPARE_JOBS:
+                found.append(f"{life.name}: {context.compute.backlog()} jobs wait")
+            if len(context.ledger) > num_microbatches:
+                found.append(f"{life.name}: {len(context.ledger)} entries in its ledger")
+        elif len(context.background) > TASKS_PER_LIFE * num_lives:
+            found.append(f"{life.name}: {len(context.background)} pieces of work in the background")
+        if context.node.num_handlers > TASKS_PER_LIFE * (num_lives + num_microbatches):
+            found.append(f"{life.name}: {context.node.num_handlers} requests are being answered")
+    return found

@@ -1,0 +1,310 @@
+"""A machine that exists only in memory: its clock, its disk, its device, and the processes that live on it in turn.
+
+A process is one life of a daemon. Killed, it simply never runs again: its callbacks are dropped, no `finally` is
+executed, and its directory stays as it was. Stopped, it does nothing until it is resumed, while its network daemon goes
+on taking bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import errno
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from swarmtrain import world
+from swarmtrain.machine import Door
+from swarmtrain.net.host_errors import StateDirectoryInUseError
+from swarmtrain.net.host_options import HostOptions
+from swarmtrain.net.network import NetworkHost
+from swarmtrain.observe.control import Command
+from swarmtrain.observe.http import Handler
+from swarmtrain.simulated.host import SimulatedHost
+from swarmtrain.simulated.loop import PROCESS, VirtualLoop
+from swarmtrain.simulated.network import Network
+
+T = TypeVar("T")
+
+EPOCH_S = 1_750_000_000.0  # when all simulated worlds begin
+# What a job takes on a machine of speed 1; jobs with other labels take as long as `step`.
+JOB_S = {"forward": 0.020, "backward": 0.040, "evaluate": 0.015, "message": 0.0005, "step": 0.010}
+DISK_S = 0.002  # blocking work, usually with the disk
+
+
+class Killed(BaseException):
+    """Unwinds the stack of a process that was killed in the middle of a callback: nothing of it counts."""
+
+
+class SimulatedMachine:
+    """See the module. A `Machine` for the process that lives on it now."""
+
+    def __init__(
+        self, name: str, number: int, network: Network, seed: str, by_address: dict[str, SimulatedMachine]
+    ) -> None:
+        self.name, self.network, self._seed = name, network, seed
+        self.address = f"/ip4/10.{number // 65536 % 256}.{number // 256 % 256}.{number % 256}/tcp/4001"
+        self.by_address = by_address
+        by_address[self.address] = self
+        self.speed = 1.0
+        self.clock_offset_s = 0.0  # of the wall clock
+        self.is_off = False  # no power: it does not even refuse
+        self.is_disk_full = False
+        self.disk_s = DISK_S
+        self.hangs = False  # the device does not finish what it has begun
+        self.num_processes = 0
+        self.process: SimulatedProcess | None = None
+
+    @property
+    def loop(self) -> VirtualLoop:
+        """The world's."""
+        return self.network.loop
+
+    def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> SimulatedProcess:
+        """A new life of a daemon: `main` is called in it."""
+        assert self.process is None or not self.process.is_alive, f"{self.name} is still running"
+        self.is_off = False
+        self.num_processes += 1
+        self.process = SimulatedProcess(self, f"{self._seed}:{self.name}:{self.num_processes}", main)
+        return self.process
+
+    def step_clock(self, seconds: float) -> None:
+        """Somebody sets the clock on the wall."""
+        self.clock_offset_s += seconds
+
+    def release_device(self) -> None:
+        """The device goes on."""
+        self.hangs = False
+        if self.process is not None:
+            for engine in self.process.engines:
+                engine.go_on()
+
+    # What the daemon sees: `Machine`.
+
+    async def start_host(self, options: HostOptions) -> NetworkHost:
+        """See `Machine`."""
+        process = self.process
+        assert process is not None
+        if any(host.options.state_dir == options.state_dir for host in self.network.hosts.values()):
+            raise StateDirectoryInUseError(options.state_dir, "")
+        return await SimulatedHost.start(self.network, self, process, options)
+
+    async def serve_control(self, state_dir: Path, commands: Mapping[str, Command]) -> Door:
+        """See `Machine`. The owner asks with `SimulatedProcess.ask`."""
+        assert self.process is not None
+        self.process.commands = commands
+        return _Closed()
+
+    async def serve_http(
+        self, routes: Mapping[str, Handler], address: str, option: str, note: Path | None = None
+    ) -> Door:
+        """See `Machine`: nobody looks."""
+        return _Closed()
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """A door through which nothing goes."""
+
+    address: str = "127.0.0.1:1"
+
+    async def close(self) -> None:
+        """See `Door`."""
+
+
+class SimulatedProcess:
+    """One life of a daemon; also its `World`."""
+
+    def __init__(self, machine: SimulatedMachine, seed: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.machine = machine
+        self._rng = random.Random(seed)
+        self.is_alive = True
+        self.held: deque[asyncio.Handle] | None = None
+        self.host: SimulatedHost | None = None
+        self.engines: list[_Engine] = []
+        self.commands: Mapping[str, Command] = {}
+        self.at_death: list[Callable[[], None]] = []  # what the operating system does when a process is gone
+        self.graveyard: list[object] = []  # kept, so that no `finally` of a killed process is run by the collector
+        self.context = contextvars.Context()
+        self.context.run(self._enter)
+        self.main: asyncio.Task[None] = self.spawn(main(), machine.name)
+        self.main.add_done_callback(lambda _: self.kill())  # when `main` has ended, so has everything else of it
+
+    def _enter(self) -> None:
+        PROCESS.set(self)
+        world.enter(self)
+
+    @property
+    def is_stopped(self) -> bool:
+        """By SIGSTOP."""
+        return self.held is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has come to its end by itself."""
+        return self.main.done()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was neither killed nor has ended."""
+        return self.is_alive and not self.main.done()
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run `work` in this process."""
+        task = self.machine.loop.create_task(work, name=name, context=self.context.copy())
+        self.graveyard.append(task)
+        if len(self.graveyard) > 256:
+            self.graveyard = [item for item in self.graveyard if not (isinstance(item, asyncio.Task) and item.done())]
+        return task
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Have `callback` run in this process."""
+        if self.is_alive:
+            self.machine.loop.call_soon(callback, context=self.context)
+
+    def ask(self, command: str, **arguments: Any) -> None:
+        """Ask the daemon as its owner does: pause, resume, drain, cut."""
+        if command in self.commands:
+            handler = self.commands[command]
+
+            async def work() -> None:
+                await handler(arguments)
+
+            self.spawn(work(), f"owner asks {command}")
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        if self.is_running and self.held is None:
+            self.held = deque()
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.machine.loop.let_go(self)
+
+    def kill(self, *, power_loss: bool = False) -> None:
+        """SIGKILL; with `power_loss` the machine is off, and nobody is told."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self.held = None
+        if power_loss:
+            self.machine.is_off = True
+        if self.host is not None:
+            self.machine.network.detach(self.host, silently=power_loss)
+        for callback in self.at_death:
+            callback()
+
+    # What the daemon sees: `World`.
+
+    def monotonic(self) -> float:
+        """See `World`."""
+        return self.machine.loop.time()
+
+    def wall(self) -> float:
+        """See `World`."""
+        return EPOCH_S + self.machine.loop.time() + self.machine.clock_offset_s
+
+    def processor(self) -> float:
+        """See `World`: nothing costs anything here."""
+        return 0.0
+
+    def random(self) -> random.Random:
+        """See `World`."""
+        return random.Random(self._rng.getrandbits(64))
+
+    def token_bytes(self, num_bytes: int) -> bytes:
+        """See `World`."""
+        return self._rng.randbytes(num_bytes)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """See `World`. What was begun is done, whether or not it is still waited for."""
+        loop = self.machine.loop
+        done: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                value = work()
+            except Killed:
+                raise
+            except BaseException as error:
+                if not done.done():
+                    done.set_exception(error)
+                    done.exception()
+            else:
+                if not done.done():
+                    done.set_result(value)
+
+        loop.call_later(self.machine.disk_s * (0.5 + self._rng.random()), run)
+        return await done
+
+    def start_engine(self, name: str, take: Callable[[], world.Job | None]) -> world.Engine:
+        """See `World`."""
+        engine = _Engine(self, take, random.Random(self._rng.getrandbits(64)))
+        self.engines.append(engine)
+        return engine
+
+    def check_disk(self, path: Path) -> None:
+        """See `World`."""
+        if not self.is_alive:
+            raise Killed
+        if self.machine.is_disk_full:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+class _Engine:
+    """Runs each job at once when its virtual time is over."""
+
+    def __init__(self, process: SimulatedProcess, take: Callable[[], world.Job | None], rng: random.Random) -> None:
+        self._process, self._take, self._rng = process, take, rng
+        self._job: world.Job | None = None
+        self._is_woken = self._is_stopping = self._hangs = False
+        self._stopped: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """See `Engine`."""
+        if self._job is None and not self._is_woken:
+            self._is_woken = True
+            self._process.call_soon(self._next)
+
+    async def stop(self) -> None:
+        """See `Engine`."""
+        self._is_stopping = True
+        if self._job is not None:
+            self._stopped = self._process.machine.loop.create_future()
+            await self._stopped
+
+    def go_on(self) -> None:
+        """The device hung, and does not any more."""
+        if self._hangs:
+            self._hangs = False
+            self._process.call_soon(self._finish)
+
+    def _next(self) -> None:
+        self._is_woken = False
+        if self._is_stopping or self._job is not None:
+            return
+        self._job = self._take()
+        if self._job is not None:
+            machine = self._process.machine
+            usual_s = JOB_S.get(self._job.label, JOB_S["step"]) / machine.speed
+            self._run_s = max(self._job.least_s, usual_s * self._rng.uniform(0.8, 1.2))
+            machine.loop.call_later(self._run_s, self._finish)
+
+    def _finish(self) -> None:
+        if self._process.machine.hangs:
+            self._hangs = True
+            return
+        job, self._job = self._job, None
+        assert job is not None
+        job.run()
+        job.finished(self._run_s)
+        if self._stopped is not None:
+            self._stopped.set_result(None)
+        else:
+            self._next()
+
+    _run_s = 0.0

@@ -1,0 +1,351 @@
+"""A network in memory with the manners of libp2p's: streams that break at any byte and look as if they had ended well.
+
+Every direction between two machines is a line of its own, with a delay, a rate, and whether anything passes. What does
+not pass waits, as TCP's segments do, and comes when the line is back, if the stream still exists by then. A process
+that is killed closes its streams; a machine that vanishes does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swarmtrain.net.transport import StreamReceiver
+
+if TYPE_CHECKING:
+    from swarmtrain.simulated.host import SimulatedHost
+    from swarmtrain.simulated.loop import VirtualLoop
+
+HIGH_WATER_BYTES = 256 << 10  # undelivered: the writer is told to pause
+LOW_WATER_BYTES = 64 << 10
+KILLED_S = 0.05  # after its parent's death p2pd is gone so soon
+
+
+@dataclass
+class Line:
+    """One direction between two machines."""
+
+    delay_s: float = 0.005
+    jitter_s: float = 0.001
+    bytes_per_s: float = 12.5e6
+    is_blocked: bool = False
+    free_at: float = 0.0  # when what was sent last has left
+
+
+class Network:
+    """All lines and streams of a swarm."""
+
+    def __init__(self, loop: VirtualLoop, seed: str, trace: Callable[[str], None]) -> None:
+        self.loop, self._trace = loop, trace
+        self.rng = random.Random(seed)
+        self.hosts: dict[str, SimulatedHost] = {}  # by peer id: who is on the network now
+        self.lines: dict[tuple[str, str], Line] = {}  # by names of machines
+        self.default = Line()
+        self.pipes: list[Pipe] = []
+        self.streams: list[tuple[SimulatedStream, SimulatedStream]] = []
+        self.connected: dict[tuple[str, str], None] = {}  # pairs of peer ids that can open streams without an address
+        self.num_bytes = 0
+        self.context = contextvars.Context()  # of what happens on the wire: in no process
+
+    def line(self, source: str, target: str) -> Line:
+        """From one machine to another."""
+        found = self.lines.get((source, target))
+        if found is None:
+            default = self.default
+            found = self.lines[source, target] = Line(default.delay_s, default.jitter_s, default.bytes_per_s)
+        return found
+
+    def arrival(self, source: str, target: str, num_bytes: int) -> float:
+        """When bytes that are sent now arrive, if the line lets them pass."""
+        line, now = self.line(source, target), self.loop.time()
+        line.free_at = max(now, line.free_at) + num_bytes / line.bytes_per_s
+        return line.free_at + line.delay_s + line.jitter_s * self.rng.random()
+
+    def is_blocked(self, source: str, target: str) -> bool:
+        """Whether nothing passes now."""
+        return self.line(source, target).is_blocked
+
+    def block(self, source: str, target: str, blocked: bool = True) -> None:
+        """Let nothing pass in one direction; what waits goes on when it is undone."""
+        self.line(source, target).is_blocked = blocked
+        if not blocked:
+            for pipe in self.pipes:
+                if (pipe.source, pipe.target) == (source, target):
+                    pipe.poke()
+
+    def note(self, source: str, target: str, num_bytes: int) -> None:
+        """Bytes have arrived."""
+        self.num_bytes += num_bytes
+        self._trace(f"{self.loop.time():.9f} {source} > {target} {num_bytes}")
+
+    def connect(self, one: SimulatedHost, other: SimulatedHost) -> tuple[SimulatedStream, SimulatedStream]:
+        """A new stream: the ends of `one` and `other`."""
+        left, right = SimulatedStream(self, one, other.peer_id), SimulatedStream(self, other, one.peer_id)
+        left.other, right.other = right, left
+        for end in (left, right):
+            end.outgoing = Pipe(self, end)
+            self.pipes.append(end.outgoing)
+        self.streams.append((left, right))
+        return left, right
+
+    def ended(self, end: SimulatedStream) -> None:
+        """Forget what both ends have closed."""
+        self.streams = [pair for pair in self.streams if not (pair[0].is_ended and pair[1].is_ended)]
+        self.pipes = [pipe for pipe in self.pipes if not (pipe.end.is_ended and pipe.end.other.is_ended)]
+
+    def cut(self, machine: str, other: str | None = None) -> int:
+        """Break all streams of a machine (to another one), at any byte; how many there were."""
+        count = 0
+        for pair in list(self.streams):
+            names = [end.host.machine.name for end in pair]
+            if machine in names and (other is None or other in names) and not pair[0].is_ended:
+                count += 1
+                for end in pair:
+                    end.outgoing.truncate(self.rng)
+                    end.outgoing.finish()
+        return count
+
+    def flip(self, machine: str) -> bool:
+        """Damage one bit of what a machine has under way; whether it had anything."""
+        busy = [pipe for pipe in self.pipes if machine in (pipe.source, pipe.target) and pipe.num_waiting]
+        if busy:
+            self.rng.choice(busy).flip(self.rng)
+        return bool(busy)
+
+    def detach(self, host: SimulatedHost, *, silently: bool) -> None:
+        """A process is gone with its streams. `silently`: the others are not told, as when a machine loses power."""
+        self.leave(host)
+        for pair in list(self.streams):
+            for end in pair:
+                if end.host is host and not end.is_ended:
+                    end.is_ended = True
+                    if silently:
+                        end.outgoing.is_void = True
+                    else:
+                        end.outgoing.truncate(self.rng)
+                        end.outgoing.finish(delay_s=KILLED_S * self.rng.random())
+                    self.ended(end)
+
+    def leave(self, host: SimulatedHost) -> None:
+        """Nobody can open anything to this host any more."""
+        if self.hosts.get(host.peer_id) is host:
+            del self.hosts[host.peer_id]
+        for pair in [key for key in self.connected if host.peer_id in key]:
+            del self.connected[pair]
+
+    def ends_of(self, host: SimulatedHost) -> list[SimulatedStream]:
+        """The open ends of a host's streams."""
+        return [end for pair in self.streams for end in pair if end.host is host and not end.is_ended]
+
+
+class Pipe:
+    """One direction of one stream."""
+
+    def __init__(self, network: Network, end: SimulatedStream) -> None:
+        self._network, self.end = network, end
+        self._items: deque[tuple[float, bytes | None]] = deque()  # None: the end
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_at = 0.0
+        self._is_finished = False
+        self.is_void = False  # nothing arrives any more, and nobody is told
+        self.num_bytes = 0
+
+    @property
+    def source(self) -> str:
+        """The sending machine."""
+        return self.end.host.machine.name
+
+    @property
+    def target(self) -> str:
+        """The receiving machine."""
+        return self.end.other.host.machine.name
+
+    def send(self, data: bytes) -> None:
+        """On its way."""
+        if self._is_finished or self.is_void:
+            return
+        at = self._network.arrival(self.source, self.target, len(data))
+        self._last_at = max(at, self._last_at)
+        self._items.append((self._last_at, data))
+        self.num_bytes += len(data)
+        self._set_timer()
+
+    def finish(self, delay_s: float = 0.0) -> None:
+        """After what is on its way, the end."""
+        if not self._is_finished and not self.is_void:
+            self._is_finished = True
+            at = self._network.arrival(self.source, self.target, 0) + delay_s
+            self._last_at = max(at, self._last_at)
+            self._items.append((self._last_at, None))
+            self._set_timer()
+
+    def truncate(self, rng: random.Random) -> None:
+        """Some of what is on its way does not arrive: a break may come at any byte."""
+        if self._is_finished or not self._items:
+            return
+        keep = rng.randrange(len(self._items) + 1)
+        while len(self._items) > keep:
+            _, data = self._items.pop()
+            self.num_bytes -= len(data or b"")
+        if self._items and rng.random() < 0.5:
+            at, data = self._items.pop()
+            assert data is not None
+            kept = data[: rng.randrange(len(data) + 1)]
+            self.num_bytes -= len(data) - len(kept)
+            self._items.append((at, kept))
+
+    @property
+    def num_waiting(self) -> int:
+        """Pieces on their way."""
+        return sum(1 for _, data in self._items if data)
+
+    def flip(self, rng: random.Random) -> None:
+        """Damage one bit on its way."""
+        index = rng.choice([number for number, (_, data) in enumerate(self._items) if data])
+        at, data = self._items[index]
+        damaged = bytearray(data or b"")
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        self._items[index] = (at, bytes(damaged))
+
+    def poke(self) -> None:
+        """Something may arrive now that could not before."""
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is None and self._items and not self.is_void:
+            at = max(self._items[0][0], self._network.loop.time())
+            self._timer = self._network.loop.call_at(at, self._arrive, context=self._network.context)
+
+    def _arrive(self) -> None:
+        """In nobody's context: the line's own doing. The receiver gets it in its own."""
+        self._timer = None
+        if self.is_void or self._network.is_blocked(self.source, self.target):
+            return
+        now = self._network.loop.time()
+        while self._items and self._items[0][0] <= now:
+            _, data = self._items.popleft()
+            if data is not None:
+                self._network.note(self.source, self.target, len(data))
+            self.end.other.arrived(data)
+        self._set_timer()
+
+    def consumed(self, num_bytes: int) -> None:
+        """The receiver has taken so much: the writer may go on."""
+        self.num_bytes -= num_bytes
+        self.end.drained()
+
+
+class SimulatedStream:
+    """One end of a stream; a `ByteStream`."""
+
+    def __init__(self, network: Network, host: SimulatedHost, peer_id: str) -> None:
+        self._network, self.host, self._peer_id = network, host, peer_id
+        self.other: SimulatedStream
+        self.outgoing: Pipe
+        self._receiver: StreamReceiver | None = None
+        self._inbox: deque[bytes | None] = deque()
+        self._is_reading = True
+        self._is_delivering = False
+        self._is_writer_paused = False
+        self.is_ended = False
+
+    @property
+    def peer_id(self) -> str:
+        """See `ByteStream`."""
+        return self._peer_id
+
+    def start(self, receiver: StreamReceiver) -> None:
+        """See `ByteStream`."""
+        self._receiver = receiver
+        self._deliver_soon()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """See `ByteStream`."""
+        if self.is_ended or not self.host.process.is_alive:
+            return
+        self.outgoing.send(bytes(data))
+        if self.outgoing.num_bytes > HIGH_WATER_BYTES and not self._is_writer_paused and self._receiver is not None:
+            self._is_writer_paused = True
+            self._receiver.pause_writing()
+
+    def pause_reading(self) -> None:
+        """See `ByteStream`."""
+        self._is_reading = False
+
+    def resume_reading(self) -> None:
+        """See `ByteStream`."""
+        self._is_reading = True
+        self._deliver_soon()
+
+    def close(self) -> None:
+        """See `ByteStream`."""
+        self.outgoing.finish()
+        self._end_soon()
+
+    def abort(self) -> None:
+        """See `ByteStream`."""
+        if not self.is_ended:
+            self.outgoing.truncate(self._network.rng)
+        self.outgoing.finish()
+        self._end_soon()
+
+    def arrived(self, data: bytes | None) -> None:
+        """Bytes came, or the end."""
+        if self.is_ended:
+            return
+        self._inbox.append(data)
+        self._deliver_soon()
+
+    def drained(self) -> None:
+        """What this end wrote was taken by the other one."""
+        if self._is_writer_paused and self.outgoing.num_bytes < LOW_WATER_BYTES:
+            self._is_writer_paused = False
+            self.host.process.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        if not self.is_ended and self._receiver is not None:
+            self._receiver.resume_writing()
+
+    def _deliver_soon(self) -> None:
+        if not self._is_delivering and self._inbox and self._receiver is not None and not self.is_ended:
+            self._is_delivering = True
+            self.host.process.call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_delivering = False
+        receiver = self._receiver
+        while self._inbox and self._is_reading and not self.is_ended and receiver is not None:
+            data = self._inbox.popleft()
+            if data is None:
+                self._end()
+                return
+            view, position = memoryview(data), 0
+            while position < len(view) and not self.is_ended:
+                buffer = receiver.get_buffer(-1)
+                count = min(len(buffer), len(view) - position)
+                buffer[:count] = view[position : position + count]
+                position += count
+                receiver.buffer_updated(count)
+                if not self._is_reading and position < len(view):
+                    self._inbox.appendleft(bytes(view[position:]))
+                    break
+            self.other.outgoing.consumed(position)
+
+    def _end_soon(self) -> None:
+        if not self.is_ended:
+            self.host.process.call_soon(self._end)
+
+    def _end(self) -> None:
+        if self.is_ended:
+            return
+        self.is_ended = True
+        self.outgoing.finish()
+        self._inbox.clear()
+        self._network.ended(self)
+        if self._receiver is not None:
+            self._receiver.stream_closed(None)

@@ -1,0 +1,61 @@
+"""Schedules from seeds: a hundred fixed ones and some fresh ones, all judged; and that a seed is all that matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarmtrain.simulated.command import run_schedule
+from swarmtrain.simulated.schedule import KINDS, draw
+
+FIXED = range(100)
+NUM_FRESH = 5
+
+
+@pytest.mark.parametrize("first", range(FIXED.start, FIXED.stop, 10))
+def test_ten_fixed_schedules_end_as_they_must(first: int) -> None:
+    results = [run_schedule(draw(seed)) for seed in range(first, first + 10)]
+    failed = {result.seed: result.failures for result in results if result.failures}
+    assert not failed, f"scripts/simulate --seed {next(iter(failed))} --trace\n{failed}"
+    assert sum(result.num_faults for result in results) > 0
+
+
+def test_fresh_schedules_end_as_they_must() -> None:
+    first = int.from_bytes(os.urandom(5), "big")
+    print(f"fresh seeds: {first} to {first + NUM_FRESH - 1}")
+    for seed in range(first, first + NUM_FRESH):
+        result = run_schedule(draw(seed))
+        assert not result.failures, f"scripts/simulate --seed {seed} --trace\n{result.failures}"
+
+
+def test_every_kind_of_fault_is_drawn() -> None:
+    drawn = {fault.kind for seed in FIXED for fault in draw(seed).faults}
+    assert drawn == set(KINDS)
+
+
+def test_a_seed_gives_the_same_trace_in_another_process_with_another_hash_seed() -> None:
+    traces = set()
+    for hash_seed in ("1", "2"):
+        found = subprocess.run(
+            [sys.executable, "-m", "swarmtrain.simulated.command", "--seed", "14", "--seeds", "3", "--json"],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"},
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        results = sorted((json.loads(line) for line in found.stdout.splitlines()), key=lambda item: item["seed"])
+        assert [item["seed"] for item in results] == [14, 15, 16]
+        assert sum(item["num_faults"] for item in results) > 0
+        traces.add(tuple(item["trace_hash"] for item in results))
+    assert len(traces) == 1
+
+
+def test_another_seed_is_another_run() -> None:
+    one, other = (run_schedule(draw(seed, standard=True)) for seed in (1, 2))
+    assert one.trace_hash != other.trace_hash
