@@ -14,6 +14,7 @@ from typing import cast
 
 from swarmtrain.chain.neighbours import Neighbours
 from swarmtrain.net.errors import CallRefused, CallTimeout, NetError, PeerUnreachable, Refusal
+from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.net.node import Node
 from swarmtrain.route.views import Pick
 from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Work
@@ -126,6 +127,9 @@ class Dispatcher:
                     waited_s += loop.time() - sent_at
                 else:
                     tried.add(pick.peer_id)
+            except HostDownError as error:
+                last = str(error)
+                await asyncio.sleep(min(REST_S, left_s))
             except (NetError, ValueError) as error:
                 tried.add(pick.peer_id)
                 last = f"{pick.peer_id[-8:]}: {error}"
@@ -186,6 +190,9 @@ class Dispatcher:
         except CallRefused as refused:
             self._refused(peer_id, refused)
             raise Refusal(refused.code, refused.text, refused.retry_after_s) from refused
+        except HostDownError:
+            self.counters.reroute("own-transport")  # whoever was asked had no part in it
+            raise
         except CallTimeout:
             self.counters.reroute("timeout")
             router.timed_out(peer_id, loop.time() - started)

@@ -66,6 +66,10 @@ def join(
     drain_timeout: Annotated[
         float, number(0, MAX_SECONDS, help="Seconds to finish the step that this peer has work in, when leaving.")
     ] = 60.0,
+    find_timeout: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds to look for a run that cannot be found; 0: for as long as it takes."),
+    ] = 0.0,
     metrics: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Serve Prometheus metrics there; port 0: a free one. Default: off.")
     ] = "off",
@@ -115,6 +119,7 @@ def join(
         name=name,
         route=route,
         drain_s=drain_timeout,
+        find_s=find_timeout,
         metrics=checked_address(metrics, "--metrics"),
         metrics_announce=checked_address(metrics_announce, "--metrics-announce"),
         faults=Faults.from_environment(enabled=test_faults),

@@ -76,7 +76,8 @@ class Applies:
     def _note(self, member: Member, applied: Applied) -> None:
         context = self._context
         self._answers[member.stage][member.peer_id] = applied
-        context.members.note_step(member.peer_id, applied.step, applied.state_digest)
+        now = asyncio.get_running_loop().time()
+        context.members.note_step(member.peer_id, applied.step, applied.state_digest, now)
         context.journal.note_replica(
             applied.step, member.stage, member.peer_id, member.incarnation, applied.state_digest
         )

@@ -136,11 +136,12 @@ class Members:
         """All peers."""
         return sorted(self._by_peer.values(), key=lambda member: (member.stage, member.peer_id))
 
-    def note_step(self, peer_id: str, step: int, state_digest: str) -> None:
-        """A peer has applied a step."""
+    def note_step(self, peer_id: str, step: int, state_digest: str, now: float) -> None:
+        """A peer has applied a step, and so it is there."""
         member = self._by_peer.get(peer_id)
         if member is not None:
-            self._by_peer[peer_id] = replace(member, step=step, state_digest=state_digest)
+            seen_at = max(now, member.seen_at)
+            self._by_peer[peer_id] = replace(member, step=step, state_digest=state_digest, seen_at=seen_at)
 
     def listen(self, stage: int, step: int) -> None:
         """Every peer of the stage that waits for a state hears the reductions from `step` on."""

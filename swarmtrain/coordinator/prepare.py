@@ -16,6 +16,7 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.model.buffers import StateLayout
 from swarmtrain.net.errors import CallRefused, LinkClosed, NetError, PeerSilent
+from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.observe.events import PrepareFailed, StagePrepared
 from swarmtrain.reduce.coding import stage_elements
 from swarmtrain.reduce.partition import owned_elements
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 PREPARE_S = 120.0
 FAILURE_GRACE_S = 1.5  # after a first failure: how long the others may still say what they have seen
 MAX_PAUSE_S = 2.0  # between attempts that fail again and again
+SURE_S = 2.0  # whoever has answered within this time, and whose link is open, is taken to be there
 
 Shares = dict[tuple[str, str], list[int]]
 
@@ -41,6 +43,8 @@ class PreparedStage:
     members: tuple[Member, ...]  # who holds it
     shares: Shares  # who answered for which microbatches
     listeners: tuple[tuple[Member, asyncio.Task[object]], ...]  # newcomers, and whether they have heard it
+    request: Prepare  # asked again, whoever holds it says the same
+    answered_at: float  # on the loop's clock
     basis: str = ""  # on the last stage: the digest of the basis to which the subspace moves
 
 
@@ -97,7 +101,15 @@ class Preparer:
                     context.events.emit(StagePrepared(step, side.stage, self._attempts, seconds, is_compressed))
                 return [
                     PreparedStage(
-                        side.stage, good.digest, good.squared_norm, tuple(side.members), side.shares, heard, good.basis
+                        stage=side.stage,
+                        digest=good.digest,
+                        squared_norm=good.squared_norm,
+                        members=tuple(side.members),
+                        shares=side.shares,
+                        listeners=heard,
+                        request=requests[side.stage],
+                        answered_at=loop.time(),
+                        basis=good.basis,
                     )
                     for side, good, heard in zip(sides, found, listeners, strict=True)
                     if good is not None
@@ -107,6 +119,22 @@ class Preparer:
             await self._leave_out(blame, sides, answers)
             num_failed += 1
             await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(num_failed, 10)))
+
+    async def is_held(self, prepared: PreparedStage) -> bool:
+        """Whether somebody who holds this sum is still there: other stages may have taken long since it was made.
+
+        Who answered long ago, or whose link has ended since, is asked again; who does not answer is lost.
+        """
+        context = self._context
+        there = [member for member in prepared.members if context.is_there(member)]
+        is_fresh = asyncio.get_running_loop().time() - prepared.answered_at < SURE_S
+        if is_fresh and any(context.node.has_link(member.peer_id) for member in there):
+            return True
+        answers = await asyncio.gather(*(self._ask(member, prepared.request) for member in there))
+        for member, answer in zip(there, answers, strict=True):
+            if isinstance(answer, NetError) and not isinstance(answer, CallRefused | HostDownError):
+                await context.lose(member, str(answer))
+        return any(isinstance(answer, Prepared) and answer.digest == prepared.digest for answer in answers)
 
     def _side(self, stage: int, shares: Shares) -> _Side:
         members = self._participants(stage, shares)
@@ -184,14 +212,14 @@ class Preparer:
 
     async def _ask(self, member: Member, request: Prepare) -> Prepared | Unprepared | NetError:
         """One peer's answer. A broken link is dialed again once: the same attempt asked again gives the same answer."""
-        node = self._context.node
+        call = self._context.patient_call
         try:
             try:
-                answer = await node.call(member.peer_id, request, deadline_s=PREPARE_S)
+                answer = await call(member.peer_id, request, deadline_s=PREPARE_S)
             except PeerSilent:
                 raise
             except LinkClosed:
-                answer = await node.call(member.peer_id, request, deadline_s=PREPARE_S)
+                answer = await call(member.peer_id, request, deadline_s=PREPARE_S)
         except NetError as error:
             return error
         if isinstance(answer, Prepared | Unprepared):
@@ -228,7 +256,7 @@ class Preparer:
             elif isinstance(answer, CallRefused):
                 if answer.code in (Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
                     await context.lose(member, f"cannot take part in step {request.step}: {answer.code}")
-            else:
+            elif not isinstance(answer, HostDownError):  # that is nobody's fault but this host's
                 await context.lose(member, str(answer))
         if _agreed(answers) is not None:
             return  # it was the other stage of the group that failed

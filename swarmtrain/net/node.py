@@ -13,6 +13,7 @@ from swarmtrain.net.core import MIB, HandlerTasks, LinkOptions, Shared
 from swarmtrain.net.counters import Traffic
 from swarmtrain.net.errors import CallTimeout, LinkClosed, MalformedAnswer, NetError, PeerUnreachable, RefusalCode
 from swarmtrain.net.exchange import Handler
+from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.net.limiter import RateLimiter
 from swarmtrain.net.link import Link
 from swarmtrain.net.loopback import call_locally
@@ -114,7 +115,8 @@ class Node:
         *,
         expect: type[Message] | None = None,
     ) -> Message:
-        """Call `peer_id`, dialing it if there is no link. Raises what `Link.call` raises, or PeerUnreachable.
+        """Call `peer_id`, dialing it if there is no link. Raises what `Link.call` raises, or PeerUnreachable; but
+        HostDownError if this end's own transport is away, which says nothing about the peer.
 
         `deadline_s` includes the dialing. A request of which nothing was written when its link broke is sent once more
         over a new link: the peer cannot have seen it.
@@ -146,6 +148,7 @@ class Node:
             left_s = ends_at - self._loop.time()
             return await link.call(request, deadline_s=left_s, on_progress=on_progress)
         except LinkClosed as error:
+            await self._check_up(error)
             if error.request_sent or not link.was_greeted:
                 raise
         link = await self._link_to(peer_id, ends_at)
@@ -170,6 +173,7 @@ class Node:
                 raise LinkClosed("this node is closed", request_sent=False) from None
             raise
         except TimeoutError as error:
+            await self._check_up(error)
             raise CallTimeout(f"no link to {peer_id} within the deadline of the call") from error
 
     def _check_may_dial(self, peer_id: str, neighbour: Neighbour) -> None:
@@ -184,7 +188,10 @@ class Node:
         try:
             async with asyncio.timeout(self.options.dial_s):
                 stream = await self._transport.open(peer_id, timeout_s=self.options.dial_s)
+        except HostDownError:
+            raise
         except (NetError, OSError) as error:  # TimeoutError is an OSError
+            await self._check_up(error)
             detail = str(error) or f"no answer in {self.options.dial_s:g} s"
             wait_s = self._dial_failed(neighbour, detail)
             raise PeerUnreachable(f"cannot reach {peer_id}: {detail}", retry_after_s=wait_s) from error
@@ -194,6 +201,15 @@ class Node:
         neighbour.outgoing = link
         link.start()
         return link
+
+    async def _check_up(self, error: Exception) -> None:
+        """HostDownError if it was this end that failed: nobody else may be blamed for it, or not be dialed again."""
+        if not await self._transport.is_up():
+            raise HostDownError(f"this host's own transport is away: {error}") from error
+
+    async def is_up(self) -> bool:
+        """Whether this end's own transport works: if not, nobody can be heard."""
+        return await self._transport.is_up()
 
     def _dial_failed(self, neighbour: Neighbour, reason: str) -> float:
         """Wait longer and longer before the next dial; how long."""
@@ -267,6 +283,11 @@ class Node:
         task = self._loop.create_task(link.close())
         self._closers.add(task)
         task.add_done_callback(self._closers.discard)
+
+    def has_link(self, peer_id: str) -> bool:
+        """Whether a call to the peer would find an open link. It ends within seconds of the peer's death."""
+        neighbour = self._neighbours.find(peer_id)
+        return neighbour is not None and neighbour.usable() is not None
 
     def links(self) -> tuple[LinkSnapshot, ...]:
         """All links, for status."""

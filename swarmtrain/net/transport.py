@@ -65,5 +65,8 @@ class Transport(Protocol):
     async def open(self, peer_id: str, *, timeout_s: float) -> ByteStream:
         """A new stream to `peer_id`; raises a `NetError` within `timeout_s` if that cannot be had."""
 
+    async def is_up(self) -> bool:
+        """Whether this end itself works. Asked when something has failed: if not, it says nothing about others."""
+
     def listen(self, accept: Callable[[ByteStream], None]) -> None:
         """Call `accept` for every incoming stream from now on."""

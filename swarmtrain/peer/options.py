@@ -46,7 +46,7 @@ class PeerOptions:
     route: str = "finish-time"
     max_queue: int = 64
     drain_s: float = 60.0
-    find_s: float = 60.0
+    find_s: float = 0.0  # how long a run that cannot be found is looked for; 0: until somebody ends this peer
     metrics: str = ""  # HOST:PORT to serve metrics at; empty: nowhere
     metrics_announce: str = ""  # HOST:PORT under which the run's Prometheus reaches them, if that is another
     faults: Faults = field(default_factory=Faults)

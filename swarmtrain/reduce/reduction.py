@@ -16,6 +16,7 @@ from enum import IntEnum
 from torch import Tensor
 
 from swarmtrain.net.errors import CallRefused, NetError, Refusal
+from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.net.node import Node
 from swarmtrain.reduce.partition import Piece, cut
 from swarmtrain.reduce.shares import EXACT, BadShare, Buffer, Share, ShareFormat
@@ -174,7 +175,8 @@ class Reduction:
         except CallRefused as error:
             raise ReductionFailed(f"{owner[-8:]}: {error}", []) from error
         except NetError as error:
-            raise ReductionFailed(f"{owner[-8:]}: {error}", [owner]) from error
+            suspects = [] if isinstance(error, HostDownError) else [owner]  # its own transport may be away
+            raise ReductionFailed(f"{owner[-8:]}: {error}", suspects) from error
 
     def _add_share(self, owned: _OwnedPiece, sender: int, values: Buffer) -> None:
         size = owned.piece.stop - owned.piece.start

@@ -66,7 +66,7 @@ class Swarm:
     async def carry_out(self) -> asyncio.Task[StepResult]:
         member = self.context.members.get("a")
         assert member is not None
-        prepared = PreparedStage(0, "sum", 1.0, (member,), {("a", "1"): [0]}, ())
+        prepared = PreparedStage(0, "sum", 1.0, (member,), {("a", "1"): [0]}, (), cast(Any, None), 0.0)
         self._told.clear()
         task = asyncio.create_task(self.applies.carry_out(DECISION, [prepared], checkpoint=False))
         await self._told.wait()
@@ -79,7 +79,9 @@ class Swarm:
         self.context.decided = DECISION
         hearing: asyncio.Task[object] = asyncio.create_task(asyncio.sleep(0, heard))
         other = replace(newcomer, peer_id="b")
-        prepared = PreparedStage(0, "sum", 1.0, (other,), {("b", "1"): [0]}, ((newcomer, hearing),))
+        prepared = PreparedStage(
+            0, "sum", 1.0, (other,), {("b", "1"): [0]}, ((newcomer, hearing),), cast(Any, None), 0.0
+        )
         await self.applies.carry_out(DECISION, [prepared], checkpoint=False)
         await asyncio.gather(*self.context.background)
         member = self.enroll(SIGN)  # sent before it applied the step

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from swarmtrain.net.errors import NetError
+from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.net.transport import ByteStream, StreamReceiver
 
 
@@ -242,9 +243,15 @@ class MemoryTransport:
         self.refuses = False  # dials to this peer fail
         self.hangs: asyncio.Event | None = None  # dials to this peer wait for it
         self._accept: Callable[[ByteStream], None] | None = None
+        self.is_away = False
+
+    async def is_up(self) -> bool:
+        return not self.is_away
 
     async def open(self, peer_id: str, *, timeout_s: float) -> ByteStream:
         self.num_dials += 1
+        if self.is_away:
+            raise HostDownError("away")
         target = self._network.transports.get(peer_id)
         if target is None:
             raise NetError(f"no route to {peer_id}")

@@ -1,0 +1,1 @@
+"""The simulated swarm: real daemons on virtual time."""
