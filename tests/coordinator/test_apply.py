@@ -223,7 +223,7 @@ def test_all_answers_to_a_decision_are_one_commit(tmp_path: Path) -> None:
         members = tuple(replace(first, peer_id=f"peer{number}") for number in range(count))
         statements: list[str] = []
         swarm.context.journal._db.set_trace_callback(statements.append)
-        prepared = PreparedStage(0, "sum", 1.0, members, {("peer0", "1"): [0]}, ())
+        prepared = PreparedStage(0, "sum", 1.0, members, {("peer0", "1"): [0]}, (), cast(Any, None), 0.0)
         result = await swarm.applies.carry_out(DECISION, [prepared], checkpoint=False)
         assert result.state_digests == ("d4",)
         assert swarm.num_told == count

@@ -102,7 +102,8 @@ def test_control_readers_and_long_logs_leave_a_journal_where_it_is(journal: Jour
 
 def one_stage(name: str = "") -> PreparedStage:
     member = cast(Any, SimpleNamespace(peer_id="a", key=("a", "1"), name=name))
-    return PreparedStage(0, "x", 1.0, (member,), {("a", "1"): list(range(MANIFEST.batch.microbatches_per_step))}, ())
+    shares = {("a", "1"): list(range(MANIFEST.batch.microbatches_per_step))}
+    return PreparedStage(0, "x", 1.0, (member,), shares, (), cast(Any, None), 0.0)
 
 
 class Done:
@@ -124,11 +125,14 @@ class Done:
     async def repair(self, step: int, books: StepBooks) -> None:
         await asyncio.Event().wait()
 
-    def groups(self) -> list[list[int]]:
-        return [[0]]
+    def groups(self) -> list[tuple[int, ...]]:
+        return [(0,)]
 
-    async def prepare(self, step: int, group: list[int], books: StepBooks) -> list[PreparedStage]:
+    async def prepare(self, step: int, group: tuple[int, ...], books: StepBooks) -> list[PreparedStage]:
         return [one_stage(self._name)]
+
+    async def is_held(self, stage: PreparedStage) -> bool:
+        return True
 
     async def carry_out(self, decided: Decision, prepared: list[PreparedStage], *, checkpoint: bool) -> Any:
         self.told.append(decided.step)
