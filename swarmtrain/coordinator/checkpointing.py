@@ -16,6 +16,7 @@ from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
 from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, latest, open_checkpoint, prune, set_aside
 from swarmtrain.codec import Direction, make_encoder
 from swarmtrain.coordinator.admission import StateOffer
+from swarmtrain.coordinator.checkpoint_fetch import CheckpointFetch
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.errors import StorageError
 from swarmtrain.model.buffers import StateLayout
@@ -48,6 +49,7 @@ class Checkpoints:
         self.newest: Checkpoint | None = latest(directory)
         self._source: StateSource | None = None
         self._loading = asyncio.Lock()
+        self.fetching = CheckpointFetch(context)
         if self.newest is not None:
             self.newest.check_run(context.manifest)
 
@@ -66,11 +68,14 @@ class Checkpoints:
         """Fetch every stage's state from its keepers and write a checkpoint; False (and an event) if that failed."""
         context = self._context
         try:
-            with CheckpointWriter(self.directory, context.manifest, step, 0) as writer:
+            with (
+                CheckpointWriter(self.directory, context.manifest, step, 0) as writer,
+                self.fetching.wanted(step, keepers),
+            ):
                 for stage, digest in enumerate(digests):
                     layout = StateLayout(context.manifest, stage)
                     download = Download(context.node, context.run_id, layout, step, digest)
-                    await download.run(keepers[stage])
+                    await self.fetching.fetch(download, keepers[stage])
                     writer.basis_epoch = download.basis_epoch
                     tensors = dict(layout.named(download.buffers))
                     await world.in_thread(partial(writer.write_stage, stage, tensors, digest))
