@@ -76,6 +76,11 @@ class Download:
         self.num_fetched = 0
 
     @property
+    def stage(self) -> int:
+        """Whose state it is."""
+        return self._layout.plan.index
+
+    @property
     def progress(self) -> float:
         """Share of the chunks that are here and verified."""
         return self.num_fetched / len(self._chunks)

@@ -15,6 +15,7 @@ from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
 from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, latest, open_checkpoint, prune, set_aside
 from swarmtrain.codec import Direction, make_encoder
 from swarmtrain.coordinator.admission import StateOffer
+from swarmtrain.coordinator.checkpoint_fetch import CheckpointFetch
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.loaded_stages import LoadedStages
 from swarmtrain.errors import HardwareError, StorageError
@@ -50,6 +51,7 @@ class Checkpoints:
         self.newest: Checkpoint | None = latest(directory)
         self._loaded = LoadedStages()
         self.failure: Exception | None = None  # why the last attempt to write one came to nothing, if it did
+        self.fetching = CheckpointFetch(context)
         if self.newest is not None:
             self.newest.check_run(context.manifest)
             self.newest.check_data(data_digest)
@@ -70,7 +72,8 @@ class Checkpoints:
         context = self._context
         writer = CheckpointWriter(self.directory, context.manifest, step, 0, data_digest=self._data_digest)
         try:
-            path = await self._write_stages(writer, digests, keepers)
+            with self.fetching.wanted(step, keepers):
+                path = await self._write_stages(writer, digests, keepers)
         except (SyncFailed, StorageError, HardwareError) as error:
             self.failure = error
             context.events.emit(CheckpointFailed(step, str(error)))
@@ -94,7 +97,7 @@ class Checkpoints:
         for stage, digest in enumerate(digests):
             layout = StateLayout(context.manifest, stage)
             download = Download(context.node, context.run_id, layout, writer.step, digest)
-            await download.run(keepers[stage])
+            await self.fetching.fetch(download, keepers[stage])
             writer.basis_epoch = download.basis_epoch
             tensors = dict(layout.named(download.buffers))
             await world.in_thread(partial(writer.write_stage, stage, tensors, digest))

@@ -14,7 +14,7 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.steps import StepDriver
 from swarmtrain.errors import StorageError
-from swarmtrain.observe.events import RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
+from swarmtrain.observe.events import CheckpointFailed, RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
 from swarmtrain.observe.logs import clock_time
 from swarmtrain.observe.word import no_peers
 
@@ -25,6 +25,7 @@ DOUBT_S = 1.0  # a peer whose link broke has so long to call again before its st
 FIRST_RETRY_S = 0.5  # between attempts at the last checkpoint: twice as long after each that fails, up to
 MAX_FETCH_RETRY_S = 5.0  # where peers did not give a state, or
 MAX_WRITE_RETRY_S = 60.0  # where it could not be written: every attempt fetches all states, and a full disk stays full
+WRITE_PATIENCE_S = 20.0  # how long a run that goes back waits for a newer checkpoint that is still being fetched
 ROLL_BACK_AFTER_S = 8.0  # a stage whose state nobody holds for so long, although somebody waits to host it, is lost
 
 
@@ -44,6 +45,7 @@ class Run:
         self._min_peers = min_peers if context.step == 0 else 1  # a resumed run takes whom it gets
         self._driver = StepDriver(context, applies)
         self._writing: asyncio.Task[object] | None = None
+        self._writing_step, self._was_left_out = 0, False
         self._codecs_remember = codecs_remember(context.manifest)
         self._held_up = ""  # what keeps the last checkpoint from being written
         self.last: StepApplied | None = None
@@ -118,8 +120,10 @@ class Run:
     async def _roll_back(self, stage: int) -> None:
         """All stages go back to the last checkpoint, under a new term, so that nothing of the lost steps counts."""
         context = self._context
-        if self._writing is not None:
-            await asyncio.wait([self._writing])  # the newest checkpoint must not be newer than the journal
+        if self._writing is not None:  # the newest checkpoint must not be newer than the journal
+            if not (await asyncio.wait([self._writing], timeout=WRITE_PATIENCE_S))[0]:
+                self._checkpoints.fetching.give_up()
+            await asyncio.wait([self._writing])
         step = self._checkpoints.step
         context.events.emit(RunRolledBack(stage, context.step, step))
         context.books = context.decided = None
@@ -179,22 +183,33 @@ class Run:
 
     def _checkpoint_due(self, step: int) -> bool:
         """At the end, where the manifest says, and at once if the last one came to nothing: if a run that is restored
-        there goes on as this one does. With codecs that remember it would not."""
+        there goes on as this one does. With codecs that remember it would not.
+
+        Training does not wait for a slow one: what falls due meanwhile is left out, and made up for when that is done.
+        """
         manifest = self._context.manifest
-        is_planned = step == manifest.schedule.steps or manifest.is_checkpoint(step)
-        return is_planned or (self._owes_checkpoint() and not self._codecs_remember)
+        if step == manifest.schedule.steps:
+            return True
+        if self._writing is not None and not self._writing.done():
+            if manifest.is_checkpoint(step):
+                self._was_left_out = True
+                reason = f"left out, since the one before is still being written (step {self._writing_step})"
+                self._context.events.emit(CheckpointFailed(step, reason))
+            return False
+        return manifest.is_checkpoint(step) or (self._owes_checkpoint() and not self._codecs_remember)
 
     def _owes_checkpoint(self) -> bool:
-        """Whether the last one came to nothing: its keepers died, or the disk was full."""
+        """Whether the last one came to nothing (dead keepers, a full disk), or the next was left out because of it."""
         writing = self._writing
         if writing is None or not writing.done():
             return False
-        return writing.cancelled() or writing.exception() is not None or writing.result() is False
+        return self._was_left_out or writing.cancelled() or writing.exception() is not None or writing.result() is False
 
     async def _checkpoint(self, result: StepResult) -> None:
-        """Write a checkpoint while training goes on; one at a time."""
+        """Write a checkpoint while training goes on; one at a time, so the last one waits for the one before."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
+        self._was_left_out, self._writing_step = False, result.decision.step + 1
         self._writing = self._context.in_background(
             self._checkpoints.write(result.decision.step + 1, result.state_digests, result.keepers)
         )

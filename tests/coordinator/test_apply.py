@@ -67,6 +67,7 @@ class Swarm:
         member = self.context.members.get("a")
         assert member is not None
         prepared = PreparedStage(0, "sum", 1.0, (member,), {("a", "1"): [0]}, (), cast(Any, None), 0.0)
+        self.context.prepared = frozenset({member.key})
         self._told.clear()
         self.context.prepared = frozenset({member.key})
         task = asyncio.create_task(self.applies.carry_out(DECISION, [prepared], checkpoint=False))

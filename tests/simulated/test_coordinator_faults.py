@@ -156,3 +156,25 @@ def test_a_peer_gives_up_looking_for_its_run_when_it_was_told_for_how_long(tmp_p
         assert 15.0 < swarm.now - began < 45.0
         assert isinstance(newcomer.errors[0], BootstrapError)
         swarm.start_coordinator()
+
+
+def test_training_does_not_wait_for_a_slow_checkpoint(tmp_path: Path) -> None:
+    with swarm_of(tiny(schedule__steps=60, checkpoint__every=1), tmp_path) as swarm:
+        swarm.start(num_peers=2)
+        coordinator = swarm.coordinator
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        for peer in swarm.peers:
+            peer.machine.speed = 0.05  # a step takes seconds
+        coordinator.machine.disk_s = 60.0  # a state is written for longer than peers keep a copy that nobody asks for
+        swarm.run_for(5.0)
+        began, step = swarm.now, swarm.step
+        count = len(list(coordinator.said("checkpoint_written")))
+        swarm.until(lambda: len(list(coordinator.said("checkpoint_written"))) > count, "one is written all the same")
+        assert swarm.now - began > 60.0
+        assert swarm.step - step > (swarm.now - began) / 10.0, "training has waited for it"
+        coordinator.machine.disk_s = 0.01
+        for peer in swarm.peers:
+            peer.machine.speed = 4.0
+        failures = list(coordinator.said("checkpoint_failed"))
+        assert failures
+        assert all("left out" in failure.reason for failure in failures), failures
