@@ -1,7 +1,7 @@
-"""The whole suite in two processes: most of what tests with daemons do is wait.
+"""The whole suite in one process per core: most of what tests with daemons do is wait.
 
-scripts/test gives `-n 2 --dist loadfile`: a file's tests stay together, in their order. Files with daemons come before
-the others, so that none of these is left for the end, and a file that is marked `early`, because it computes for
+scripts/test gives `-n CORES --dist loadfile`: a file's tests stay together, in their order. Files with daemons come
+before the others, so that none of these is left for the end, and a file that is marked `early`, because it computes for
 minutes, before them. Files that are marked `alone`, because they compare times or rates of real processes, come last,
 and nothing else runs beside them: a lock that all files share and they do not.
 """

@@ -60,6 +60,8 @@ class Life:
     events: list[tuple[float, Event]] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)  # with which its processes ended
     daemon: Any = None  # of its last process
+    faults: Faults = field(default_factory=Faults)  # that its last process has before it
+    struck: list[str] = field(default_factory=list)  # faults at points that have happened: "kill at before-forward"
     stop_s: float = 8.0  # how long a fault that stops it at a point lasts
 
     @property
@@ -100,8 +102,12 @@ class Life:
 
     def arm(self, point: str, nth: int, action: str) -> None:
         """Have a fault happen the n-th time from now that this daemon reaches a point (observe/faults.py)."""
-        faults: Faults = self.daemon.options.faults
-        faults.arm(point, nth, action)
+        self.faults.arm(point, nth, action)
+
+    def status(self) -> dict[str, Any]:
+        """What `swarmtrain status --json` prints."""
+        found: dict[str, Any] = self.process.answer("status")
+        return found
 
 
 class SimulatedSwarm:
@@ -258,8 +264,8 @@ class SimulatedSwarm:
 
     def start_peer(self, name: str, stage: int, *, speed: float | None = None, **options: Any) -> Life:
         """Start a peer, or start it again on its state directory."""
-        life = self._life(name, stage)
-        life.stage = stage
+        life = self._life(name, 0)
+        life.stage = max(0, stage)  # with AUTO it says itself which
         if speed is not None:
             life.machine.speed = speed
         choice = PeerOptions(
@@ -295,7 +301,12 @@ class SimulatedSwarm:
                 life.process.kill()
                 raise Killed
 
-        return Faults(is_enabled=True, strike=strike, tell=lambda text: self.note(f"{self.now:.9f} {life.name} {text}"))
+        def tell(text: str) -> None:
+            life.struck.append(text.removeprefix("test fault: "))
+            self.note(f"{self.now:.9f} {life.name} {text}")
+
+        life.faults = Faults(is_enabled=True, strike=strike, tell=tell)
+        return life.faults
 
     def _start(self, life: Life, make: Callable[[Events], Any]) -> None:
         def note(event: Event) -> None:
