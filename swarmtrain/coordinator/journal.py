@@ -99,10 +99,11 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Write what is left, and close the file."""
-        with contextlib.suppress(JournalError):  # who closes it on an error would hear of this one instead
-            self.flush()
+    def close(self, *, is_lost: bool = False) -> None:
+        """Write what is left, and close the file. `is_lost`: close it as the death of the process does."""
+        if not is_lost:
+            with contextlib.suppress(JournalError):  # who closes it on an error would hear of this one instead
+                self.flush()
         self._db.close()
         if self._files is not None:
             self._files.close()
