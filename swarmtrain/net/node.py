@@ -23,6 +23,8 @@ from swarmtrain.net.rejection import Rejection
 from swarmtrain.net.transport import ByteStream, Transport
 from swarmtrain.wire.schema import Message, Registry
 
+MOVING_S = 86400.0  # the deadline of a call that lasts while it moves
+
 M = TypeVar("M", bound=Message)
 
 
@@ -139,6 +141,22 @@ class Node:
         if expect is not None and not isinstance(answer, expect):
             raise MalformedAnswer(f"{peer_id} answered {answer.wire.kind} where {expect.wire.kind} was expected")
         return answer
+
+    async def call_while_moving(self, peer_id: str, request: Message, stall_s: float, *, expect: type[M]) -> M:
+        """As `call`, however long it takes: CallTimeout when nothing at all has come from the peer for `stall_s`."""
+        task = self._loop.create_task(self.call(peer_id, request, MOVING_S, expect=expect))
+        try:
+            received, moved_at = self.received_bytes(peer_id), self._loop.time()
+            while not task.done():
+                await asyncio.wait({task}, timeout=stall_s / 4)
+                if (now_received := self.received_bytes(peer_id)) != received:
+                    received, moved_at = now_received, self._loop.time()
+                elif not task.done() and self._loop.time() - moved_at >= stall_s:
+                    raise CallTimeout(f"nothing has come from {peer_id} for {stall_s:g} s")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _call_remotely(
         self, peer_id: str, request: Message, deadline_s: float, on_progress: OnProgress | None

@@ -62,7 +62,7 @@ def serves(swarm: SimulatedSwarm, peer: Life) -> Callable[[], bool]:
     return lambda: peer in swarm.serving()
 
 
-@pytest.mark.parametrize("num_replicas", [66, 200])
+@pytest.mark.parametrize("num_replicas", [66, pytest.param(200, marks=pytest.mark.long)])
 def test_a_stage_takes_newcomers_however_many_replicas_it_has(make_swarm: MakeSwarm, num_replicas: int) -> None:
     swarm = make_swarm(*run(1 + (num_replicas < 100), 40))
     swarm.start_coordinator(min_peers=num_replicas)
@@ -205,3 +205,20 @@ def test_the_only_peer_of_a_stage_may_hang_for_minutes_and_nothing_is_lost(make_
     hung.machine.release_device()
     ends_well(swarm)
     assert not swarm.happened("run_rolled_back")
+
+
+def test_a_newcomer_on_a_slow_line_gets_the_state(make_swarm: MakeSwarm) -> None:
+    """One chunk takes longer than any deadline of a call did."""
+    larger = ("model.hidden_size=64", "model.ffn_size=256", "model.vocab_size=2048")
+    swarm = make_swarm(*run(1, 2, *larger))
+    swarm.start_coordinator(min_peers=1)
+    keeper = swarm.start_peer("keeper", 0)
+    swarm.until(lambda: swarm.step >= 1, "a step")
+    keeper.process.ask("pause")
+    for other in ("coordinator", "keeper"):
+        swarm.network.line(other, "newcomer").bytes_per_s = 12000.0
+    newcomer = swarm.start_peer("newcomer", 0)
+    began = swarm.now
+    swarm.until(serves(swarm, newcomer), "the newcomer serves", limit_s=2000.0)
+    assert swarm.now - began > 120.0
+    ends_well(swarm, limit_s=2000.0)
