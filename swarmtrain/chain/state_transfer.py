@@ -42,10 +42,14 @@ class StateSource:
     step: int
     basis_epoch: int
     buffers: list[Tensor]
+    known_digests: list[bytes] | None = None  # of its chunks, if somebody has computed them
 
     def digests(self) -> ChunkDigests:
         """The digests of all chunks."""
-        return ChunkDigests(self.basis_epoch, b"".join(chunk_digests(self.layout, self.buffers)))
+        known = self.known_digests
+        return ChunkDigests(
+            self.basis_epoch, b"".join(chunk_digests(self.layout, self.buffers) if known is None else known)
+        )
 
     def chunk(self, number: int) -> StateChunk | None:
         """One chunk; None if there is no such chunk."""

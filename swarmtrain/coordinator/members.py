@@ -37,6 +37,7 @@ class Member:
     excluded_at: int | None = None  # it had been given up at this step, and was not told to serve since then
     was_admitted: bool = False  # it was told to serve; that it does may be heard from others first
     down_bytes_per_s: float = 0.0
+    doubted_at: float | None = None  # its link broke then, and it has shown no sign of life since
 
     @property
     def must_sync(self) -> bool:
@@ -135,11 +136,12 @@ class Members:
         """All peers."""
         return sorted(self._by_peer.values(), key=lambda member: (member.stage, member.peer_id))
 
-    def note_step(self, peer_id: str, step: int, state_digest: str) -> None:
-        """A peer has applied a step."""
+    def note_step(self, peer_id: str, step: int, state_digest: str, now: float) -> None:
+        """A peer has applied a step, and so it is there."""
         member = self._by_peer.get(peer_id)
         if member is not None:
-            self._by_peer[peer_id] = replace(member, step=step, state_digest=state_digest)
+            seen_at = max(now, member.seen_at)
+            self._by_peer[peer_id] = replace(member, step=step, state_digest=state_digest, seen_at=seen_at)
 
     def listen(self, stage: int, step: int) -> None:
         """Every peer of the stage that waits for a state hears the reductions from `step` on."""
@@ -177,6 +179,12 @@ class Members:
             while len(self._excluded) > MAX_EXCLUDED:
                 self._excluded.popitem(last=False)
         return member
+
+    def doubt(self, peer_id: str, now: float) -> None:
+        """The link to a peer broke: it may be gone. Its next sign of life takes that back."""
+        member = self._by_peer.get(peer_id)
+        if member is not None and member.doubted_at is None:
+            self._by_peer[peer_id] = replace(member, doubted_at=now)
 
     def excuse(self, seconds: float) -> None:
         """Signs of life could not be heard for so long."""

@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 from swarmtrain import world
 from swarmtrain.coordinator.admission import servers
 from swarmtrain.coordinator.apply import Applies, StepResult
-from swarmtrain.coordinator.checkpointing import Checkpoints, codecs_remember
+from swarmtrain.coordinator.checkpointing import Checkpoints, codecs_remember, explained
 from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.steps import StepDriver
+from swarmtrain.errors import StorageError
 from swarmtrain.observe.events import CheckpointFailed, RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
 from swarmtrain.observe.logs import clock_time
 from swarmtrain.observe.word import no_peers
@@ -20,6 +22,10 @@ T = TypeVar("T")
 
 WATCH_S = 0.5
 WRITE_PATIENCE_S = 20.0  # how long a run that goes back waits for a newer checkpoint that is still being fetched
+DOUBT_S = 1.0  # a peer whose link broke has so long to call again before its stage is said to be empty
+FIRST_RETRY_S = 0.5  # between attempts at the last checkpoint: twice as long after each that fails, up to
+MAX_FETCH_RETRY_S = 5.0  # where peers did not give a state, or
+MAX_WRITE_RETRY_S = 60.0  # where it could not be written: every attempt fetches all states, and a full disk stays full
 ROLL_BACK_AFTER_S = 8.0  # a stage whose state nobody holds for so long, although somebody waits to host it, is lost
 
 
@@ -41,6 +47,7 @@ class Run:
         self._writing: asyncio.Task[object] | None = None
         self._writing_step, self._was_left_out = 0, False
         self._codecs_remember = codecs_remember(context.manifest)
+        self._held_up = ""  # what keeps the last checkpoint from being written
         self.last: StepApplied | None = None
         self._val_loss: float | None = None
 
@@ -97,12 +104,18 @@ class Run:
                 serving = context.members.of_stage(stage, "serving")
                 resting = context.members.of_stage(stage, "draining", "paused")
                 is_held = any(run.holds(member) for member in [*serving, *resting])
-                self._note_stage(stage, empty=not serving)  # who rests keeps the state, and takes no work
+                reachable = [member for member in serving if not self._is_doubted(member)]
+                self._note_stage(stage, empty=not reachable)  # who rests keeps the state, and takes no work
                 can_return = bool(context.members.of_stage(stage, "serving", "syncing", "joining"))
                 if is_held or not can_return or has_newest:
                     since.pop(stage, None)
                 elif now - since.setdefault(stage, now) > ROLL_BACK_AFTER_S:
                     return stage
+
+    def _is_doubted(self, member: Member) -> bool:
+        """Whether its link has been broken for a while: it is probably gone, long before it counts as lost."""
+        doubted_at = member.doubted_at
+        return doubted_at is not None and asyncio.get_running_loop().time() - doubted_at >= DOUBT_S
 
     async def _roll_back(self, stage: int) -> None:
         """All stages go back to the last checkpoint, under a new term, so that nothing of the lost steps counts."""
@@ -144,7 +157,7 @@ class Run:
                 book.digest = max(digests, key=digests.count)
 
     def _note_wait(self, empty: list[int], enough: bool) -> None:
-        reason = ""
+        reason = self._held_up
         if empty:
             reason = no_peers(empty)
         elif not enough:
@@ -206,15 +219,29 @@ class Run:
         context = self._context
         if self._writing is not None:
             await asyncio.wait([self._writing])
-        while self._checkpoints.step < context.step:
-            await self._all_stages_served()
-            keepers = tuple(
-                tuple(member.peer_id for member in servers(context.members, stage, context.step))
-                for stage in range(context.manifest.stages.count)
-            )
-            digests = tuple(book.digest for book in context.stages)
-            if not await self._checkpoints.write(context.step, digests, keepers):
-                await asyncio.sleep(WATCH_S)
+        pause_s = FIRST_RETRY_S
+        try:
+            while self._checkpoints.step < context.step and not await self._write_last():
+                failure = self._checkpoints.failure
+                self._held_up = f"the last checkpoint waits: {explained(failure)}"
+                self._say_wait(self._held_up)
+                await asyncio.sleep(pause_s)
+                is_disk = isinstance(failure, StorageError)
+                pause_s = min(2.0 * pause_s, MAX_WRITE_RETRY_S if is_disk else MAX_FETCH_RETRY_S)
+        finally:
+            self._held_up = ""
+        self._say_wait("")
+
+    async def _write_last(self) -> bool:
+        """One attempt to write a checkpoint of where the run stands, from everybody who has the state."""
+        context = self._context
+        await self._all_stages_served()
+        keepers = tuple(
+            tuple(member.peer_id for member in servers(context.members, stage, context.step))
+            for stage in range(context.manifest.stages.count)
+        )
+        digests = tuple(book.digest for book in context.stages)
+        return await self._checkpoints.write(context.step, digests, keepers)
 
     def _end(self) -> None:
         context, newest = self._context, self._checkpoints.newest

@@ -38,7 +38,8 @@ class StepDriver:
         reduced = world.monotonic()
         decision = self._decide(step, books, prepared)
         context.faults.hit(Point.BEFORE_DECISION)
-        context.journal.decide(decision)
+        named = {member.peer_id: member.name for stage in prepared for member in stage.members}
+        context.journal.decide(decision, context.tally.new_names(named))
         context.decided = decision
         context.prepared = frozenset(member.key for stage in prepared for member in stage.members)
         context.faults.hit(Point.AFTER_DECISION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class Enrolling:
         self._seat, self._options, self._link, self._context = seat, options, link, seat.context
         self._steps, self._syncing, self._observer = steps, syncing, observer
         self._leave, self._say_phase = leave, say_phase
+        self._looking: asyncio.Task[bool] | None = None
         self.metrics_at = ""  # HOST:PORT, told to the coordinator
 
     async def run(self) -> None:
@@ -65,12 +67,20 @@ class Enrolling:
                 if isinstance(error, CallRefused) and error.code == Code.NOT_SERVING:
                     pause_s = min(ENROLL_S, max(0.1, error.retry_after_s))  # it is still starting
                 seat.unheard()
-                if await link.look() and link.peer_id is not None:
+                await self._look_for_it()
+                if link.peer_id is not None:
                     context.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
                 if link.is_over:
                     self._leave("the run is complete")
             is_syncing = context.state is PeerState.SYNCING
             await wait_event(seat.enroll_now, min(pause_s, ENROLL_S / 4) if is_syncing else pause_s)
+
+    async def _look_for_it(self) -> None:
+        """Read the directory; after an outage that can take long, and meanwhile the coordinator may be back where it
+        was: so it is waited for a moment only, and goes on by itself."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._link.look(), name="look for the coordinator")
+        await asyncio.wait([self._looking], timeout=ENROLL_S)
 
     async def told_to_leave(self, message: Leave, exchange: Exchange) -> Acknowledged:
         """Answer `Leave`."""
@@ -86,6 +96,9 @@ class Enrolling:
 
     async def say_goodbye(self) -> None:
         """End what is under way, and tell the coordinator that this peer is gone."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         await self._syncing.close()
         await self._steps.close()
         self._context.become(PeerState.GONE)

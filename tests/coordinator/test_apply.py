@@ -69,6 +69,7 @@ class Swarm:
         prepared = PreparedStage(0, "sum", 1.0, (member,), {("a", "1"): [0]}, (), cast(Any, None), 0.0)
         self.context.prepared = frozenset({member.key})
         self._told.clear()
+        self.context.prepared = frozenset({member.key})
         task = asyncio.create_task(self.applies.carry_out(DECISION, [prepared], checkpoint=False))
         await self._told.wait()
         await asyncio.gather(*self.context.background)
@@ -212,3 +213,24 @@ def test_a_newcomer_that_followed_is_known_to_be_at_the_next_step(
         return await Swarm(tmp_path, applied, applied).hear(Prepared(1.0, heard, ""))
 
     assert asyncio.run(main()) == known
+
+
+def test_all_answers_to_a_decision_are_one_commit(tmp_path: Path) -> None:
+    """A commit waits for the disk: one for every peer and step would be seconds in a large swarm."""
+    count = 40
+
+    async def main() -> None:
+        swarm = Swarm(tmp_path, *[applied] * count)
+        first = swarm.enroll(SIGN)
+        members = tuple(replace(first, peer_id=f"peer{number}") for number in range(count))
+        statements: list[str] = []
+        swarm.context.journal._db.set_trace_callback(statements.append)
+        prepared = PreparedStage(0, "sum", 1.0, members, {("peer0", "1"): [0]}, (), cast(Any, None), 0.0)
+        result = await swarm.applies.carry_out(DECISION, [prepared], checkpoint=False)
+        assert result.state_digests == ("d4",)
+        assert swarm.num_told == count
+        assert statements.count("COMMIT") == 1
+        with Journal(tmp_path / "journal.sqlite", read_only=True) as on_disk:
+            assert len(on_disk.replicas()) == count
+
+    asyncio.run(main())
