@@ -25,7 +25,7 @@ class CheckpointFetch:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._under_way: asyncio.Task[None] | None = None
-        self._stage = 0  # whose state is fetched or written now
+        self._stage = -1  # the last one whose state was fetched, or is
 
     def give_up(self) -> None:
         """Stop fetching; the checkpoint fails. What is fetched whole already is not stopped."""
@@ -35,7 +35,7 @@ class CheckpointFetch:
     @contextlib.contextmanager
     def wanted(self, step: int, keepers: Sequence[Sequence[str]]) -> Iterator[None]:
         """A peer drops a copy that nobody asks for: keepers of later stages are asked for something small meanwhile."""
-        self._stage = 0
+        self._stage = -1
         warming = self._context.in_background(self._keep_warm(step, keepers))
         try:
             yield

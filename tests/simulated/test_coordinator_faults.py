@@ -129,8 +129,10 @@ def test_a_peer_does_not_shun_its_neighbours_when_its_own_transport_was_away(tmp
 def test_a_peer_that_starts_while_the_coordinator_is_away_waits_for_it_and_says_so(tmp_path: Path, phase: str) -> None:
     """Without a phase, nobody of its invite answers; in the other case they do, and no coordinator is there."""
     with swarm_of(tiny(), tmp_path) as swarm:
-        swarm.start(num_peers=2)
-        swarm.until(lambda: swarm.step == 1, "a step")
+        swarm.start_coordinator(min_peers=3)
+        for stage in (0, 1):
+            swarm.start_peer(f"peer{stage}", stage)
+        swarm.until(lambda: len(swarm.serving()) == 2, "two of three serve")
         if not phase:
             swarm.coordinator.kill()
         newcomer = swarm.start_peer("newcomer", 0)
@@ -141,7 +143,7 @@ def test_a_peer_that_starts_while_the_coordinator_is_away_waits_for_it_and_says_
         assert newcomer.is_running
         waits = list(newcomer.said("phase_reached", phase="waiting"))
         assert 1 <= len(waits) <= 10, waits
-        swarm.start_coordinator()
+        swarm.start_coordinator(min_peers=3)
         swarm.until(lambda: newcomer.has("phase_reached", phase="manifest"), "it has found the run")
         assert not newcomer.errors
 
@@ -165,7 +167,9 @@ def test_training_does_not_wait_for_a_slow_checkpoint(tmp_path: Path) -> None:
         swarm.until(lambda: swarm.step == 2, "two steps")
         for peer in swarm.peers:
             peer.machine.speed = 0.05  # a step takes seconds
-        coordinator.machine.disk_s = 60.0  # a state is written for longer than peers keep a copy that nobody asks for
+        coordinator.machine.disk_s = (
+            45.0  # a state is often written for longer than peers keep a copy that nobody asks for
+        )
         swarm.run_for(5.0)
         began, step = swarm.now, swarm.step
         count = len(list(coordinator.said("checkpoint_written")))
