@@ -6,11 +6,11 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarmtrain.checkpoint import Checkpoint, complete, open_checkpoint
-from swarmtrain.coordinator.journal import Decision, Journal, JournalError
+from swarmtrain.checkpoint import complete, open_checkpoint
+from swarmtrain.coordinator.journal import DATA_DIGEST, Decision, Journal
+from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.coordinator.seals import chain_hash
-from swarmtrain.errors import SwarmtrainError
-from swarmtrain.model.buffers import StateLayout, chunk_digests, state_digest
+from swarmtrain.errors import HardwareError, SwarmtrainError
 from swarmtrain.run.manifest import Manifest, parse_manifest
 from swarmtrain.run.schedule import gradient_scale, learning_rate, mean_loss
 
@@ -112,6 +112,7 @@ def _audit_checkpoints(
     journal: Journal, directory: Path, manifest: Manifest, digests: dict[tuple[int, int], str], faults: list[str]
 ) -> int:
     on_disk = {path.name: path for path in complete(directory)}
+    data_digest = journal.get(DATA_DIGEST)  # None in an older journal
     count = 0
     for step, name, states in journal.checkpoints():
         for stage, digest in enumerate(states):
@@ -123,18 +124,14 @@ def _audit_checkpoints(
         try:
             checkpoint = open_checkpoint(on_disk[name])
             checkpoint.check_run(manifest)
+            if data_digest and checkpoint.data_digest and checkpoint.data_digest != data_digest:
+                faults.append(f"checkpoint of step {step}: it was trained on other data than the journal's")
             for stage in range(manifest.stages.count):
-                if _stored_digest(checkpoint, stage) != states[stage]:
+                checkpoint.load(stage)  # checks that the file holds the state that the index names
+                if checkpoint.stages[stage].state_digest != states[stage]:
                     faults.append(f"checkpoint of step {step}: stage {stage} has another digest than the journal's")
-        except (SwarmtrainError, KeyError, RuntimeError) as error:  # the latter two: other tensors than the stage's
+        except HardwareError:
+            raise  # says nothing about the run
+        except SwarmtrainError as error:
             faults.append(f"checkpoint of step {step}: {error}")
     return count
-
-
-def _stored_digest(checkpoint: Checkpoint, stage: int) -> str:
-    """The state digest of what is in a checkpoint's file, whatever its index says."""
-    layout = StateLayout(checkpoint.manifest, stage)
-    buffers, stored = layout.empty(), checkpoint.load_stage(stage)
-    for name, view in layout.named(buffers):
-        view.copy_(stored[name])
-    return state_digest(stage, checkpoint.step, checkpoint.basis_epoch, chunk_digests(layout, buffers))

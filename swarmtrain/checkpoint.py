@@ -1,7 +1,7 @@
 """Checkpoints: one safetensors file per stage and one manifest, written last. A checkpoint exists whole or not at all.
 
     DIR/step-00000050/stage-000.safetensors ... stage-003.safetensors   parameters, moments, basis
-    DIR/step-00000050/checkpoint.json                                   step, run manifest, hashes, codecs
+    DIR/step-00000050/checkpoint.json                                   step, manifest, data, hashes, codecs
 
 It is written into a hidden sibling directory, flushed to disk, and renamed into place.
 """
@@ -10,76 +10,80 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from swarmtrain.errors import CheckpointError, ManifestError, StorageError
+from swarmtrain import world
+from swarmtrain.checkpoint_index import FILE, FIX, Index, StageFile, read_index, stage_name
+from swarmtrain.errors import CheckpointError, DataError, StorageError
+from swarmtrain.model.buffers import StateLayout, chunk_digests, state_digest
 from swarmtrain.model.state import StageState
-from swarmtrain.run.manifest import Manifest, parse_manifest
+from swarmtrain.run.manifest import Manifest
 
-FORMAT = 1
-MAX_INDEX_BYTES = 1 << 24  # of checkpoint.json: a manifest and three lines per stage are far below
-_INDEX = "checkpoint.json"
 _PARTIAL = ".partial-"
 _LOST = "lost-"
-_FIX = "remove this checkpoint to go on from an earlier one, or copy it again"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class StageFile:
-    """One stage's file as the index describes it."""
+class StoredStage:
+    """A stage's state as it was read from its file: it is the one that the index names."""
 
-    file: str
-    num_bytes: int
-    sha256: str
-    state_digest: str
+    layout: StateLayout
+    buffers: list[Tensor]
+    chunks: list[bytes]  # digests, in order
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name."""
+        return dict(self.layout.named(self.buffers))
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Index):
     """A complete checkpoint on disk. Its index is checked on opening, a stage's file when it is loaded."""
 
-    path: Path
-    step: int
-    basis_epoch: int
-    manifest: Manifest
-    stages: tuple[StageFile, ...]
+    path: Path = field(kw_only=True)
 
     def load_stage(self, index: int) -> dict[str, Tensor]:
-        """The tensors of one stage, after checking its hash."""
+        """The tensors of one stage, after checking that they are the state that the index names."""
+        return self.load(index).tensors()
+
+    def load(self, index: int, *, known_digests: list[bytes] | None = None) -> StoredStage:
+        """One stage's state, after checking the hash of its file, and the digest of state, step and basis epoch.
+
+        With the `known_digests` of its chunks, from a load before, nothing is hashed: for who checks every chunk.
+        """
         entry = self.stages[index]
         path = self.path / entry.file
+        layout = StateLayout(self.manifest, index)
         try:
             num_bytes = path.stat().st_size
             if num_bytes != entry.num_bytes:
-                raise CheckpointError(f"{path} has {num_bytes} bytes, should have {entry.num_bytes}", fix=_FIX)
-            if _sha256(path) != entry.sha256:
-                raise CheckpointError(f"{path} is damaged: its hash differs from the one in {_INDEX}", fix=_FIX)
-            tensors: dict[str, Tensor] = load_file(path)
+                raise CheckpointError(f"{path} has {num_bytes} bytes, should have {entry.num_bytes}", fix=FIX)
+            if known_digests is None and _sha256(path) != entry.sha256:
+                raise CheckpointError(f"{path} is damaged: its hash differs from the one in {FILE}", fix=FIX)
+            buffers = _read_buffers(path, layout)
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}", fix=_FIX) from error
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}", fix=FIX) from error
         except SafetensorError as error:
-            raise CheckpointError(f"cannot read {path}: {error}", fix=_FIX) from error
-        return tensors
+            raise CheckpointError(f"cannot read {path}: {error}", fix=FIX) from error
+        chunks = chunk_digests(layout, buffers) if known_digests is None else known_digests
+        if state_digest(index, self.step, self.basis_epoch, chunks) != entry.state_digest:
+            raise CheckpointError(
+                f"stage {index} of {self.path} is not the state of step {self.step} with the digest in {FILE}", fix=FIX
+            )
+        return StoredStage(layout, buffers, chunks)
 
     def restore(self, state: StageState) -> None:
         """Put the stage of `state` into this checkpoint's state."""
         state.load(self.load_stage(state.plan.index), step=self.step, basis_epoch=self.basis_epoch)
-        wanted = self.stages[state.plan.index].state_digest
-        if state.digest() != wanted:
-            raise CheckpointError(f"stage {state.plan.index} of {self.path} does not have the digest it should have")
 
     def check_run(self, manifest: Manifest) -> None:
         """Refuse a checkpoint of another run; names the first key that differs."""
@@ -95,30 +99,74 @@ class Checkpoint:
                     fix="use the manifest it was made with, or another directory",
                 )
 
+    def check_data(self, digest: str) -> None:
+        """Refuse to go on with other data: what comes of that is neither training. Older ones do not know theirs."""
+        if self.data_digest and self.data_digest != digest:
+            raise other_data(str(self.path), self.manifest.data.source, self.data_digest, digest)
+
+
+def other_data(what: str, source: str, there: str, here: str) -> DataError:
+    """`what` was begun with tokens of digest `there`; those that are found now have another."""
+    return DataError(
+        f"{what} was trained on other data than {source} holds now: digest {there[:16]} there, {here[:16]} here",
+        fix="put the data back that it was begun with, or train anew in another directory",
+    )
+
+
+def _read_buffers(path: Path, layout: StateLayout) -> list[Tensor]:
+    """The tensors of a file in their places. CheckpointError unless they are exactly those of the layout."""
+    buffers = layout.empty()
+    wanted = dict(layout.named(buffers))
+    with safe_open(path, framework="pt") as file:
+        if odd := sorted(wanted.keys() ^ set(file.keys())):
+            raise CheckpointError(f"{path} has other tensors than its stage, first {odd[0]!r:.80}", fix=FIX)
+        for name, place in wanted.items():  # one at a time: a stage may be most of what the memory holds
+            found = file.get_tensor(name)
+            if found.shape != place.shape or found.dtype != place.dtype:
+                raise CheckpointError(
+                    f"{path}: {name} is {tuple(found.shape)} {found.dtype}, not {tuple(place.shape)} {place.dtype}",
+                    fix=FIX,
+                )
+            place.copy_(found)
+    return buffers
+
 
 class CheckpointWriter:
     """Writes one checkpoint. As a context manager: what was not committed is removed."""
 
-    def __init__(self, directory: Path, manifest: Manifest, step: int, basis_epoch: int) -> None:
+    def __init__(
+        self, directory: Path, manifest: Manifest, step: int, basis_epoch: int, *, data_digest: str = ""
+    ) -> None:
         self.directory, self.manifest, self.step, self.basis_epoch = directory, manifest, step, basis_epoch
+        self._data_digest = data_digest
         self.final = directory / f"step-{step:08d}"
         self._partial = directory / f"{_PARTIAL}{self.final.name}-{os.getpid()}"
         self._stages: dict[int, StageFile] = {}
 
     def __enter__(self) -> CheckpointWriter:
-        with storage(self._partial):
-            self._partial.mkdir(parents=True, exist_ok=True)
+        self.open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.discard()
+
+    def open(self) -> None:
+        """Make a place to write to."""
+        with storage(self._partial):
+            self._partial.mkdir(parents=True, exist_ok=True)
+
+    def discard(self) -> None:
+        """Remove what was not committed."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def write_stage(self, index: int, tensors: dict[str, Tensor], state_digest: str) -> None:
         """Write one stage's tensors and flush them to disk."""
-        path = self._partial / _stage_name(index)
+        path = self._partial / stage_name(index)
         plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
         with storage(path):
-            save_file(plain, path, metadata={"step": str(self.step), "stage": str(index)})
+            world.check_disk(path)
+            # One entry: safetensors writes several in any order, and equal states are to be equal files.
+            save_file(plain, path, metadata={"swarmtrain": f"stage {index} after step {self.step}"})
             flush(path)
             self._stages[index] = StageFile(path.name, path.stat().st_size, _sha256(path), state_digest)
 
@@ -127,18 +175,12 @@ class CheckpointWriter:
         missing = set(range(self.manifest.stages.count)) - self._stages.keys()
         if missing:
             raise CheckpointError(f"checkpoint of step {self.step} lacks stage {min(missing)}")
-        index = {
-            "format": FORMAT,
-            "step": self.step,
-            "basis_epoch": self.basis_epoch,
-            "manifest_digest": self.manifest.digest(),
-            "forward_codec": self.manifest.wire.forward,
-            "stages": [vars(self._stages[stage]) for stage in sorted(self._stages)],
-            "manifest": self.manifest.canonical(),
-        }
+        stages = tuple(self._stages[stage] for stage in sorted(self._stages))
+        index = Index(self.step, self.basis_epoch, self.manifest, stages, self._data_digest)
         with storage(self.final):
-            path = self._partial / _INDEX
-            path.write_text(json.dumps(index, indent=1))
+            world.check_disk(self.final)
+            path = self._partial / FILE
+            path.write_text(index.to_json())
             flush(path)
             flush(self._partial)
             if self.final.exists():
@@ -148,10 +190,10 @@ class CheckpointWriter:
         return self.final
 
 
-def save_states(directory: Path, states: list[StageState], *, keep: int) -> Path:
+def save_states(directory: Path, states: list[StageState], *, keep: int, data_digest: str = "") -> Path:
     """Checkpoint all stages of one process; older checkpoints beyond `keep` are removed afterwards."""
     first = states[0]
-    with CheckpointWriter(directory, first.manifest, first.step, first.basis_epoch) as writer:
+    with CheckpointWriter(directory, first.manifest, first.step, first.basis_epoch, data_digest=data_digest) as writer:
         for state in states:
             writer.write_stage(state.plan.index, dict(state.named_tensors()), state.digest())
         path = writer.commit()
@@ -161,60 +203,12 @@ def save_states(directory: Path, states: list[StageState], *, keep: int) -> Path
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open the checkpoint at `path`, or the newest one below it."""
-    if not (path / _INDEX).is_file():
+    if not (path / FILE).is_file():
         newest = latest(path)
         if newest is None:
             raise CheckpointError(f"no checkpoint in {path}", fix="name a directory that `swarmtrain train` wrote")
         return newest
-    return _read_index(path)
-
-
-def _read_index(path: Path) -> Checkpoint:
-    """The checkpoint that `path/checkpoint.json` describes; `CheckpointError` if it is not what a writer wrote."""
-    index = path / _INDEX
-    try:
-        with index.open("rb") as file:
-            content = file.read(MAX_INDEX_BYTES + 1)
-        if len(content) > MAX_INDEX_BYTES:
-            raise ValueError(f"larger than {MAX_INDEX_BYTES} bytes")
-        raw: dict[str, Any] = json.loads(content)
-        if raw["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {raw['format']!r:.40}; this version reads format {FORMAT}")
-        manifest = parse_manifest(_typed(raw, "manifest", str))
-        stages = tuple(_stage_file(number, entry) for number, entry in enumerate(_typed(raw, "stages", list)))
-        step, basis_epoch = _typed(raw, "step", int), _typed(raw, "basis_epoch", int)
-        if len(stages) != manifest.stages.count or manifest.digest() != raw["manifest_digest"] or step < 0:
-            raise ValueError("it contradicts its own manifest")
-    except OSError as error:
-        raise CheckpointError(f"cannot read {index}: {error.strerror or error}") from error
-    except KeyError as error:
-        raise CheckpointError(f"{index} is damaged: it has no {error}", fix=_FIX) from error
-    except (ValueError, TypeError, RecursionError, ManifestError) as error:
-        raise CheckpointError(f"{index} is damaged: {error}", fix=_FIX) from error
-    return Checkpoint(path, step, basis_epoch, manifest, stages)
-
-
-def _typed(raw: dict[str, Any], name: str, kind: type[T]) -> T:
-    value = raw[name]
-    if type(value) is not kind:
-        raise TypeError(f"{name} is not {kind.__name__}")
-    return value
-
-
-def _stage_file(number: int, entry: dict[str, Any]) -> StageFile:
-    name = _typed(entry, "file", str)
-    if name != _stage_name(number):  # also keeps reading inside the checkpoint's own directory
-        raise ValueError(f"the file of stage {number} is {name!r:.60}, not {_stage_name(number)!r}")
-    return StageFile(
-        name,
-        _typed(entry, "num_bytes", int),
-        _typed(entry, "sha256", str),
-        _typed(entry, "state_digest", str),
-    )
-
-
-def _stage_name(number: int) -> str:
-    return f"stage-{number:03d}.safetensors"
+    return Checkpoint(**vars(read_index(path)), path=path)
 
 
 def latest(directory: Path) -> Checkpoint | None:
@@ -227,7 +221,7 @@ def complete(directory: Path) -> list[Path]:
     """Complete checkpoints in `directory`, oldest first."""
     if not directory.is_dir():
         return []
-    found = [path for path in directory.glob("step-*") if path.name[5:].isdecimal() and (path / _INDEX).is_file()]
+    found = [path for path in directory.glob("step-*") if path.name[5:].isdecimal() and (path / FILE).is_file()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 

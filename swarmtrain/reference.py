@@ -20,7 +20,9 @@ from swarmtrain.codec import Aux, Direction
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.data.source import TokenSource, open_source
 from swarmtrain.errors import DivergedError, ManifestError
-from swarmtrain.model.layout import EMBEDDING
+from swarmtrain.model.layout import EMBEDDING, plan_stages
+from swarmtrain.model.memory import check_memory
+from swarmtrain.model.sizes import stage_memory
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Pass, StageWorker
 from swarmtrain.reduce.coding import Reduced, StageCoder
@@ -52,6 +54,7 @@ class ReferenceTrainer:
         self.boundaries = [Boundary(self.codecs, index) for index in range(manifest.stages.count - 1)]
         self.source = open_run_source(manifest)
         self.sampler = make_sampler(manifest, self.source)
+        check_memory(sum(stage_memory(manifest, plan) for plan in plan_stages(manifest)), "training this model")
         self.workers = [StageWorker(StageState(manifest, i, device=device)) for i in range(manifest.stages.count)]
         self.coders = [StageCoder(worker.state) for worker in self.workers]
         self.resumed_from = self._resume()
@@ -127,7 +130,12 @@ class ReferenceTrainer:
         """Write a checkpoint of the current state."""
         assert self.out is not None
         states = [worker.state for worker in self.workers]
-        return checkpoints.save_states(self.out / "checkpoints", states, keep=self.manifest.checkpoint.keep)
+        return checkpoints.save_states(
+            self.out / "checkpoints",
+            states,
+            keep=self.manifest.checkpoint.keep,
+            data_digest=self.source.digest,
+        )
 
     def _begin_step(self, t: int) -> None:
         """Codecs forget everything where a checkpoint lies, as peers' do: a run that resumes there knows no more."""
@@ -211,6 +219,7 @@ class ReferenceTrainer:
         if newest is None:
             return None
         newest.check_run(self.manifest)
+        newest.check_data(self.source.digest)
         for worker in self.workers:
             newest.restore(worker.state)
         return newest.path

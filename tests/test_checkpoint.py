@@ -39,9 +39,12 @@ def restore_all(path: Path) -> list[StageState]:
     return states
 
 
-def change_index(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def change_index(path: Path, change: Callable[[dict[str, Any]], object], *, sealed: bool = False) -> None:
+    """Edit the index; unless `sealed`, it then has no digest of its own, like those of older versions."""
     index = path / "checkpoint.json"
     content = json.loads(index.read_text())
+    if not sealed:
+        del content["index_digest"]
     change(content)
     index.write_text(json.dumps(content))
 
@@ -159,6 +162,66 @@ def test_an_index_that_was_edited_is_refused(copy: Path, change: Callable[[dict[
     change_index(copy, change)
     with pytest.raises(CheckpointError):
         open_checkpoint(copy)
+
+
+FIELDS = ("step", "basis_epoch", "manifest_digest", "data_digest", "forward_codec", "manifest")
+
+
+def other_value(value: Any) -> Any:
+    return value + 1 if isinstance(value, int) else value[:-1] + ("0" if value[-1:] != "0" else "1")
+
+
+@pytest.mark.parametrize("field", [*FIELDS, "num_bytes", "sha256", "state_digest"])
+def test_every_field_of_the_index_is_covered_by_its_own_digest(copy: Path, field: str) -> None:
+    def edit(index: dict[str, Any]) -> None:
+        place = index if field in FIELDS else index["stages"][1]
+        place[field] = other_value(place[field])
+
+    change_index(copy, edit, sealed=True)
+    with pytest.raises(CheckpointError, match="its own digest") as caught:
+        open_checkpoint(copy)
+    assert caught.value.fix
+
+
+def test_the_fields_of_the_index_are_all_in_the_test_above(copy: Path) -> None:
+    index = json.loads((copy / "checkpoint.json").read_text())
+    assert set(index) == {*FIELDS, "format", "index_digest", "stages"}
+    assert set(index["stages"][0]) == {"file", "num_bytes", "sha256", "state_digest"}
+
+
+@pytest.mark.parametrize("field", ["step", "basis_epoch", "state_digest"])
+def test_an_edited_index_without_a_digest_does_not_fit_its_tensors(copy: Path, field: str) -> None:
+    """Whoever only reads a checkpoint, as `eval` does, notices as well."""
+
+    def edit(index: dict[str, Any]) -> None:
+        place = index["stages"][1] if field == "state_digest" else index
+        place[field] = other_value(place[field])
+
+    change_index(copy, edit)
+    with pytest.raises(CheckpointError, match="is not the state of step"):
+        open_checkpoint(copy).load_stage(1)
+
+
+def test_a_checkpoint_of_an_older_version_is_accepted(copy: Path) -> None:
+    """It knows neither its own digest nor its data's."""
+    change_index(copy, lambda index: index.pop("data_digest"))
+    opened = open_checkpoint(copy)
+    assert opened.data_digest == ""
+    opened.check_data("whatever there is")
+    restore_all(copy)
+
+
+def test_equal_states_are_equal_files(pristine: Checkpoint, tmp_path: Path) -> None:
+    """Several times: what is written in any order may be in the same one by chance."""
+
+    def written() -> dict[str, bytes]:
+        path = checkpoints.save_states(tmp_path, states, keep=1, data_digest=pristine.data_digest)
+        return {file.name: file.read_bytes() for file in path.iterdir()}
+
+    states = restore_all(pristine.path)
+    first = written()
+    assert first == {file.name: file.read_bytes() for file in pristine.path.iterdir()}
+    assert all(written() == first for _ in range(8))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

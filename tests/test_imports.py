@@ -10,10 +10,11 @@ PACKAGE = Path(__file__).parents[1] / "swarmtrain"
 # Lower floors first. A module may import its own room and every lower floor.
 FLOORS = [
     {"errors", "__init__", "world"},
+    {"units"},
     {"native"},
     {"run"},
     {"model", "codec", "wire"},
-    {"reduce", "route", "net", "data", "observe", "boundary"},
+    {"reduce", "route", "net", "data", "observe", "boundary", "checkpoint_index"},
     {"checkpoint", "machine"},
     {"chain"},
     {"peer", "coordinator", "sim", "reference"},

@@ -14,6 +14,7 @@ from typing import cast
 
 from swarmtrain.chain.neighbours import Neighbours
 from swarmtrain.net.errors import CallRefused, CallTimeout, NetError, PeerUnreachable, Refusal
+from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.net.node import Node
 from swarmtrain.route.views import Pick
 from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Work
@@ -23,7 +24,9 @@ log = logging.getLogger(__name__)
 
 STALL_S = 30.0  # a callee that has not finished its forward by then (and by its predicted time) is given up
 NEWS_S = 2.0
+MAX_REMEMBERED = 4096  # peers whose refusals are counted
 MAX_TAKEN = 2  # an honest taker asks for more when it begins with the last piece that it has
+MAX_REST_S = 8.0  # who gives final refusals again and again rests so long at most
 REST_S = 0.2  # so long is not asked again who is busy and does not say for how long, or has just given work away
 
 OnProgress = Callable[[Progress], None]
@@ -31,6 +34,11 @@ Check = Callable[[Done], Awaitable[None]]
 
 # Refusals that no other peer of the stage would answer differently: they go up to whoever sent the work.
 _FINAL = {Code.AHEAD, Code.OLD_TERM, Code.WRONG_RUN, Code.STALE_BASIS, Code.DIVERGED}
+
+
+def back_off_s(num_refusals: int) -> float:
+    """After so many final refusals in a row: doubled with each."""
+    return min(MAX_REST_S, REST_S * 2.0 ** min(num_refusals - 1, 16))
 
 
 @dataclass
@@ -64,6 +72,7 @@ class Dispatcher:
         self.counters = Counters()
         self._partner = ""
         self._given: dict[_Watch, str] = {}  # what was given away, and who has it now
+        self._num_refusals: dict[str, int] = {}  # final ones in a row, by peer
 
     def partner(self, num_bytes: int) -> str:
         """The peer that sticky codecs build on: the same one as long as it may be asked. Empty if there is nobody."""
@@ -126,6 +135,9 @@ class Dispatcher:
                     waited_s += loop.time() - sent_at
                 else:
                     tried.add(pick.peer_id)
+            except HostDownError as error:
+                last = str(error)
+                await asyncio.sleep(min(REST_S, left_s))
             except (NetError, ValueError) as error:
                 tried.add(pick.peer_id)
                 last = f"{pick.peer_id[-8:]}: {error}"
@@ -186,6 +198,9 @@ class Dispatcher:
         except CallRefused as refused:
             self._refused(peer_id, refused)
             raise Refusal(refused.code, refused.text, refused.retry_after_s) from refused
+        except HostDownError:
+            self.counters.reroute("own-transport")  # whoever was asked had no part in it
+            raise
         except CallTimeout:
             self.counters.reroute("timeout")
             router.timed_out(peer_id, loop.time() - started)
@@ -197,6 +212,7 @@ class Dispatcher:
         finally:
             self._given.pop(watch, None)
         self.counters.answered += 1
+        self._num_refusals.pop(peer_id, None)
         self._learn(peer_id, request, done, watch)
         return done
 
@@ -206,6 +222,17 @@ class Dispatcher:
             self.neighbours.router.busy(peer_id, refused.retry_after_s or REST_S)
         elif refused.code == Code.ELSEWHERE:
             self.neighbours.router.busy(peer_id, REST_S)
+        elif refused.code in _FINAL:
+            self.neighbours.router.busy(peer_id, self._rest_s(peer_id))
+        elif refused.code == Code.NOT_SERVING and refused.retry_after_s > 0.0:
+            self.neighbours.router.busy(peer_id, min(refused.retry_after_s, MAX_REST_S))
+
+    def _rest_s(self, peer_id: str) -> float:
+        """How long a peer rests after a final refusal: it is in another step, and does not change by being asked."""
+        if peer_id not in self._num_refusals and len(self._num_refusals) >= MAX_REMEMBERED:
+            self._num_refusals.clear()
+        count = self._num_refusals[peer_id] = self._num_refusals.get(peer_id, 0) + 1
+        return back_off_s(count)
 
     def _learn(self, peer_id: str, request: Work, done: Done, watch: _Watch) -> None:
         self.neighbours.observe_link(peer_id)

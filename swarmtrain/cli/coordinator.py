@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from swarmtrain.cli.numbers import MAX_PEERS, MAX_SECONDS, number
 from swarmtrain.cli.options import (
     JsonOption,
     ManifestArgument,
@@ -40,7 +41,7 @@ def coordinator(
         list[str] | None, typer.Option(help="Multiaddress that others should dial instead (port forwarding).")
     ] = None,
     bootstrap: Annotated[list[str] | None, typer.Option(help="Further peers to find others through.")] = None,
-    min_peers: Annotated[int, typer.Option(min=1, help="Wait for so many peers before the first step.")] = 1,
+    min_peers: Annotated[int, number(1, MAX_PEERS, help="Wait for so many peers before the first step.")] = 1,
     invite_file: Annotated[
         Path | None, typer.Option(help="Write the invite there, too, e.g. for peers in containers.")
     ] = None,
@@ -53,14 +54,10 @@ def coordinator(
     rebalance: Annotated[
         str, typer.Option(help="Whether peers that joined with --stage auto move later: capacity or none.")
     ] = "capacity",
-    min_left: Annotated[int, typer.Option(min=1, help="Peers that a stage keeps when one moves away.")] = 2,
-    min_gain: Annotated[
-        float, typer.Option(min=0.0, max=10.0, help="What a move must gain; among many peers less is enough.")
-    ] = 0.15,
-    min_stay: Annotated[float, typer.Option(min=0.0, help="Seconds a peer stays in a stage at least.")] = 60.0,
-    look_every: Annotated[
-        float, typer.Option(min=0.5, max=3600.0, help="Seconds between a peer's looks at the other stages.")
-    ] = 20.0,
+    min_left: Annotated[int, number(1, MAX_SECONDS, help="Peers that a stage keeps when one moves away.")] = 2,
+    min_gain: Annotated[float, number(0, 10, help="What a move must gain; among many peers less is enough.")] = 0.15,
+    min_stay: Annotated[float, number(0, MAX_SECONDS, help="Seconds a peer stays in a stage at least.")] = 60.0,
+    look_every: Annotated[float, number(0.5, 3600, help="Seconds between a peer's looks at the other stages.")] = 20.0,
     test_faults: TestFaultsOption = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from swarmtrain.cli.numbers import MAX_COUNT, number
 from swarmtrain.cli.options import JsonOption, print_json
+
+MAX_SHARD_TOKENS = 1 << 40
 
 app = typer.Typer(help="Prepare training data.", no_args_is_help=True)
 
@@ -25,14 +28,14 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Directory to make. Run the same command again to resume.")],
     tokenizer: Annotated[str, typer.Option(help="'bytes', or a Hugging Face tokenizers JSON file.")] = "bytes",
     train_bpe: Annotated[
-        int | None, typer.Option(help="Learn a byte-level BPE with this many tokens from the inputs first.")
+        int | None, number(1, MAX_COUNT, help="Learn a byte-level BPE with this many tokens from the inputs first.")
     ] = None,
     end_of_text: Annotated[
         str | None, typer.Option(help="Token that ends a document; by default one with a usual name is looked for.")
     ] = None,
     text_field: Annotated[str, typer.Option(help="JSONL field or Parquet column that holds the text.")] = "text",
     shard_tokens: Annotated[
-        int, typer.Option(help="Tokens per shard file; an interruption costs at most one shard of work.")
+        int, number(1, MAX_SHARD_TOKENS, help="Tokens per shard file; an interruption costs at most one shard of work.")
     ] = 1 << 26,
     as_json: JsonOption = False,
 ) -> None:

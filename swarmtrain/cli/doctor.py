@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmtrain.cli.numbers import MAX_GPU, number
 from swarmtrain.cli.options import JsonOption, print_json, state_home
 from swarmtrain.cli.places import find_invite
 from swarmtrain.errors import UsageError
@@ -29,7 +30,7 @@ def doctor(
             help="The run to try; default: the coordinator of this machine, else the last run joined, else none.",
         ),
     ] = None,
-    gpu: Annotated[int | None, typer.Option(min=0, help="Look at this CUDA device instead of the CPU.")] = None,
+    gpu: Annotated[int | None, number(0, MAX_GPU, help="Look at this CUDA device instead of the CPU.")] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Where the daemon would write; default: the XDG state directory.")
     ] = None,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from swarmtrain.cli.numbers import MAX_COUNT, number
 from swarmtrain.cli.options import (
     CheckpointArgument,
     Counter,
@@ -33,7 +34,7 @@ def register(app: typer.Typer) -> None:
 def evaluate(
     checkpoint: CheckpointArgument,
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Validation microbatches, at most all; default: as in training.")
+        int | None, number(1, MAX_COUNT, help="Validation microbatches, at most all; default: as in training.")
     ] = None,
     codec: Annotated[
         Switch, typer.Option(help="Send activations through the codec that the checkpoint was trained with, or not.")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from swarmtrain.cli.numbers import MAX_SEED, number
 from swarmtrain.cli.options import (
     CheckpointArgument,
     DataOption,
@@ -25,10 +26,10 @@ def register(app: typer.Typer) -> None:
 def generate(
     checkpoint: CheckpointArgument,
     prompt: Annotated[str, typer.Option(help="Text to continue; default: the start of a line.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, max=10**6, help="How many tokens to sample.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this share of probability.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    tokens: Annotated[int, number(1, 10**6, help="How many tokens to sample.")] = 200,
+    temperature: Annotated[float, number(0, 100, help="0 takes the likeliest token each time.")] = 0.8,
+    top_p: Annotated[float, number(0, 1, help="Sample from the smallest set with this share of probability.")] = 0.95,
+    seed: Annotated[int, number(-MAX_SEED, MAX_SEED, help="The same seed gives the same text.")] = 0,
     data: DataOption = None,
     as_json: JsonOption = False,
     threads: ThreadsOption = None,

@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
+from swarmtrain.cli.numbers import MAX_GPU, MAX_SECONDS, MAX_THREADS, number
 from swarmtrain.cli.options import JsonOption, TestFaultsOption, state_home
 from swarmtrain.cli.places import find_invite, remember_invite, remember_peer
 from swarmtrain.errors import UsageError
 from swarmtrain.route.router import POLICIES
+from swarmtrain.units import parse_rate, parse_size
 
 
 def register(app: typer.Typer) -> None:
@@ -35,9 +37,9 @@ def join(
             " auto:N: the same, beginning with N.",
         ),
     ] = "auto",
-    gpu: Annotated[int | None, typer.Option(min=0, help="Compute on this CUDA device.")] = None,
+    gpu: Annotated[int | None, number(0, MAX_GPU, help="Compute on this CUDA device.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Compute on the CPU (the default without --gpu).")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads for computing.")] = 1,
+    threads: Annotated[int, number(1, MAX_THREADS, help="CPU threads for computing.")] = 1,
     state_dir: Annotated[Path | None, typer.Option(help="This peer's identity and sockets.")] = None,
     name: Annotated[str, typer.Option(help="How the run's status page calls this peer.")] = "",
     listen: Annotated[
@@ -62,8 +64,12 @@ def join(
         str, typer.Option(help="How the next peer is chosen: finish-time, or swarm-latency for comparison.")
     ] = "finish-time",
     drain_timeout: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to finish the step that this peer has work in, when leaving.")
+        float, number(0, MAX_SECONDS, help="Seconds to finish the step that this peer has work in, when leaving.")
     ] = 60.0,
+    find_timeout: Annotated[
+        float,
+        number(0, MAX_SECONDS, help="Seconds to look for a run that cannot be found; 0: for as long as it takes."),
+    ] = 0.0,
     metrics: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Serve Prometheus metrics there; port 0: a free one. Default: off.")
     ] = "off",
@@ -80,9 +86,10 @@ def join(
     chosen, may_move = _stage(stage)
     if route not in POLICIES:
         raise UsageError(f"unknown routing policy {route[:40]!r}", fix=f"use one of: {', '.join(POLICIES)}")
+    memory_bytes, samples_bytes = _memory(max_memory), parse_size(max_samples or "0")
+    up_bytes_per_s, down_bytes_per_s = (parse_rate(cap) if cap else 0.0 for cap in (max_up, max_down))
     text = find_invite(invite)
     from swarmtrain.cli.daemons import run_daemon
-    from swarmtrain.net.limiter import parse_rate
     from swarmtrain.observe.events import Events
     from swarmtrain.observe.faults import Faults
     from swarmtrain.observe.http import checked_address
@@ -105,13 +112,14 @@ def join(
         announce=tuple(announce or []),
         relays=tuple(relay or (parsed.bootstrap if behind_nat else ())),
         behind_nat=behind_nat,
-        max_memory_bytes=_bytes(max_memory),
-        max_samples_bytes=_bytes(max_samples),
-        max_up_bytes_per_s=(parse_rate(max_up) or 0.0) if max_up else 0.0,
-        max_down_bytes_per_s=(parse_rate(max_down) or 0.0) if max_down else 0.0,
+        max_memory_bytes=memory_bytes,
+        max_samples_bytes=samples_bytes,
+        max_up_bytes_per_s=up_bytes_per_s,
+        max_down_bytes_per_s=down_bytes_per_s,
         name=name,
         route=route,
         drain_s=drain_timeout,
+        find_s=find_timeout,
         metrics=checked_address(metrics, "--metrics"),
         metrics_announce=checked_address(metrics_announce, "--metrics-announce"),
         faults=Faults.from_environment(enabled=test_faults),
@@ -135,14 +143,9 @@ def _stage(text: str) -> tuple[int, bool]:
     return int(number), number != text
 
 
-def _bytes(text: str) -> int:
-    """`8GB`, `500MB`, `2GiB` or plain bytes."""
-    if not text:
-        return 0
-    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-    number = text.rstrip("kKmMgGiIbB")
-    unit = text[len(number) :].upper()
-    try:
-        return int(float(number) * units[unit])
-    except (ValueError, KeyError):
-        raise UsageError(f"{text!r} is not a size; write 8GB, 500MB or 2GiB") from None
+def _memory(text: str) -> int:
+    """Bytes; 0 stands for no cap, so only no text may give it."""
+    num_bytes = parse_size(text or "0")
+    if text and not num_bytes:
+        raise UsageError(f"--max-memory is {text!r}; no stage fits that", fix="leave it out: then it is what is free")
+    return num_bytes

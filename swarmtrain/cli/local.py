@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarmtrain.cli.numbers import MAX_SEED, MAX_STAGES, MAX_THREADS, number
 from swarmtrain.cli.options import (
     JsonOption,
     SetOption,
@@ -23,9 +24,13 @@ from swarmtrain.cli.options import (
     state_home,
 )
 from swarmtrain.errors import UsageError
+from swarmtrain.units import parse_duration
 
 if TYPE_CHECKING:
     from swarmtrain.local import LocalSwarm
+
+MIN_KILL_EVERY_S = 0.1
+MAX_PROCESSES = 10_000
 
 
 def register(app: typer.Typer) -> None:
@@ -35,20 +40,22 @@ def register(app: typer.Typer) -> None:
 
 def local(
     manifest: Annotated[str, typer.Argument(metavar="PRESET|MANIFEST", help="What to train.")] = "nano",
-    stages: Annotated[int | None, typer.Option(min=1, help="Shorthand for --set stages.count=N.")] = None,
-    peers: Annotated[int | None, typer.Option(min=1, help="Peers in all; default: one per stage and two more.")] = None,
+    stages: Annotated[int | None, number(1, MAX_STAGES, help="Shorthand for --set stages.count=N.")] = None,
+    peers: Annotated[
+        int | None, number(1, MAX_PROCESSES, help="Peers in all; default: one per stage and two more.")
+    ] = None,
     steps: StepsOption = None,
     set_: SetOption = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Everything of the swarm; a run in it is resumed. Default: a new directory.")
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Compute threads of each peer.")] = 1,
+    threads: Annotated[int, number(1, MAX_THREADS, help="Compute threads of each peer.")] = 1,
     kill_every: Annotated[str, typer.Option(help="Kill a peer every so often, e.g. 15s, and see it recover.")] = "",
     kill_coordinator: Annotated[
         bool, typer.Option("--kill-coordinator", help="With --kill-every: now and then the coordinator, too.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Chooses the victims of --kill-every.")] = 0,
-    sample: Annotated[int, typer.Option(min=0, help="Bytes or tokens of text to generate at the end.")] = 200,
+    seed: Annotated[int, number(-MAX_SEED, MAX_SEED, help="Chooses the victims of --kill-every.")] = 0,
+    sample: Annotated[int, number(0, 10**6, help="Bytes or tokens of text to generate at the end.")] = 200,
     as_json: JsonOption = False,
 ) -> None:
     """Run coordinator and peers as real processes on this machine: the first thing to try."""
@@ -57,6 +64,7 @@ def local(
     num_peers = peers or run.stages.count + 2
     if num_peers < run.stages.count:
         raise UsageError(f"{num_peers} peers cannot serve {run.stages.count} stages", fix="raise --peers")
+    kill_every_s = max(MIN_KILL_EVERY_S, parse_duration(kill_every)) if kill_every else 0.0
     name = f"{run.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     directory = state_dir or state_home() / "local" / name
     lock_directory(directory)
@@ -67,7 +75,7 @@ def local(
         state_dir=directory.resolve(),
         num_peers=num_peers,
         threads=threads,
-        kill_every_s=_seconds(kill_every),
+        kill_every_s=kill_every_s,
         kill_coordinator=kill_coordinator,
         seed=seed,
     )
@@ -82,8 +90,8 @@ async def _run(swarm: LocalSwarm) -> dict[str, Any] | None:
     """Run the swarm; Ctrl-C and SIGTERM drain it and return None."""
     loop = asyncio.get_running_loop()
     task = asyncio.create_task(swarm.run())
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+    for item in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(item, task.cancel)
     try:
         return await task
     except asyncio.CancelledError:
@@ -162,12 +170,3 @@ class _Text:
 
             print()
             generate(Path(ended["checkpoint"]), tokens=sample, threads=1)
-
-
-def _seconds(text: str) -> float:
-    if not text:
-        return 0.0
-    try:
-        return max(0.1, float(text.removesuffix("s")))
-    except ValueError:
-        raise UsageError(f"{text!r} is not a time; write 15s") from None

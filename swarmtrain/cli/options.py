@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from swarmtrain.cli.numbers import MAX_COUNT, MAX_THREADS, number
 from swarmtrain.errors import UsageError
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import resolve_manifest
@@ -45,9 +46,9 @@ TestFaultsOption = Annotated[
     ),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Compute threads; default: all cores. Bits depend on it.")
+    int | None, number(1, MAX_THREADS, "--threads", help="Compute threads; default: all cores. Bits depend on it.")
 ]
-StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Shorthand for --set schedule.steps=N.")]
+StepsOption = Annotated[int | None, number(1, MAX_COUNT, "--steps", help="Shorthand for --set schedule.steps=N.")]
 
 
 def manifest_from(text: str, overrides: list[str] | None, steps: int | None = None) -> Manifest:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmtrain.cli.numbers import MAX_PEERS, MAX_SEED, number
 from swarmtrain.cli.options import Counter, JsonOption, manifest_from, print_json
 from swarmtrain.errors import UsageError
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 DEFAULT_STAGE_TFLOP = 150.0  # a machine of 30 TFLOP/s then does a microbatch in 5 s
 MAX_RUNS = 1000
+MAX_STAGES = 4096
+MAX_HOURS = 10**6
+YEAR_MINUTES = 60 * 24 * 365
 
 
 def register(app: typer.Typer) -> None:
@@ -25,17 +29,17 @@ def register(app: typer.Typer) -> None:
 
 
 def sim(
-    peers: Annotated[int | None, typer.Option(min=1, help="Machines present on average; default: 64.")] = None,
+    peers: Annotated[int | None, number(1, MAX_PEERS, help="Machines present on average; default: 64.")] = None,
     stages: Annotated[
-        list[int] | None, typer.Option(min=1, help="Pipeline stages; default: 4. May be repeated: one run for each.")
+        list[int] | None, number(1, MAX_STAGES, help="Pipeline stages; default: 4. May be repeated: one run for each.")
     ] = None,
     peers_per_stage: Annotated[
-        int | None, typer.Option(min=1, help="Instead of --peers: grows with the number of stages.")
+        int | None, number(1, MAX_PEERS, help="Instead of --peers: grows with the number of stages.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Simulated time.")] = 60.0,
-    warmup: Annotated[float, typer.Option(min=0.0, help="Minutes at the beginning that are not counted.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same trace.")] = 0,
-    runs: Annotated[int, typer.Option(min=1, max=MAX_RUNS, help="So many seeds, counted up from --seed.")] = 1,
+    minutes: Annotated[float, number(0.1, YEAR_MINUTES, help="Simulated time.")] = 60.0,
+    warmup: Annotated[float, number(0, YEAR_MINUTES, help="Minutes at the beginning that are not counted.")] = 10.0,
+    seed: Annotated[int, number(-MAX_SEED, MAX_SEED, help="Same seed, same trace.")] = 0,
+    runs: Annotated[int, number(1, MAX_RUNS, help="So many seeds, counted up from --seed.")] = 1,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,8 +56,8 @@ def sim(
         typer.Option(metavar="FILE[=WEIGHT]", help="Draw machines from peer profiles (peers/*.toml). May be repeated."),
     ] = None,
     no_churn: Annotated[bool, typer.Option("--no-churn", help="Machines neither come nor go.")] = False,
-    mean_life: Annotated[float, typer.Option(min=0.01, help="Hours a machine stays, on average.")] = 2.0,
-    mean_absence: Annotated[float, typer.Option(min=0.01, help="Hours it stays away.")] = 0.5,
+    mean_life: Annotated[float, number(0.01, MAX_HOURS, help="Hours a machine stays, on average.")] = 2.0,
+    mean_absence: Annotated[float, number(0.01, MAX_HOURS, help="Hours it stays away.")] = 0.5,
     trace: Annotated[
         Path | None, typer.Option(help="Churn from a CSV file of `seconds,change` lines instead of a distribution.")
     ] = None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmtrain.cli.numbers import MAX_SECONDS, number
 from swarmtrain.cli.options import (
     JsonOption,
     ManifestArgument,
@@ -49,14 +50,15 @@ def study(
         str, typer.Option(help="Joined by commas, as in dense,subspace8,quant4/quant8,subspace+quant8 (docs/study.md).")
     ],
     out: Annotated[Path, typer.Option(help="Where results go. A study that is started again there goes on.")],
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Trainings of each method.")] = 3,
+    seeds: Annotated[int, number(1, 1000, help="Trainings of each method.")] = 3,
     steps: StepsOption = None,
     set_: SetOption = None,
     link: Annotated[LinkName, typer.Option(help="For the plot of loss against time.")] = LinkName.home,
     stage_seconds: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
+        number(
+            0,
+            MAX_SECONDS,
             help="Computing of one stage per token, for projected time. Without it: the median of all trainings.",
         ),
     ] = None,

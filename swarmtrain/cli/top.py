@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
+from swarmtrain.cli.numbers import number
 from swarmtrain.cli.places import running
 from swarmtrain.cli.top_text import Line, frame
 from swarmtrain.errors import ExitCode, SwarmtrainError, UsageError
@@ -44,7 +45,7 @@ def top(
     url: Annotated[
         str | None, typer.Argument(help="The coordinator's page; default: that of the coordinator on this machine.")
     ] = None,
-    interval: Annotated[float, typer.Option(min=0.2, max=3600.0, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, number(0.2, 3600, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end; so does a pipe.")] = False,
 ) -> None:
     """The whole swarm, live: stages, peers, links, where the time goes. `q` ends it."""

@@ -76,7 +76,8 @@ class Applies:
     def _note(self, member: Member, applied: Applied) -> None:
         context = self._context
         self._answers[member.stage][member.peer_id] = applied
-        context.members.note_step(member.peer_id, applied.step, applied.state_digest)
+        now = asyncio.get_running_loop().time()
+        context.members.note_step(member.peer_id, applied.step, applied.state_digest, now)
         context.journal.note_replica(
             applied.step, member.stage, member.peer_id, member.incarnation, applied.state_digest
         )
@@ -101,6 +102,7 @@ class Applies:
         await context.wait_for(lambda: all(self._answers))
         answers = [dict(found) for found in self._answers]
         digests = tuple([await self._majority(stage, decision.step, found) for stage, found in enumerate(answers)])
+        context.journal.flush()
         held = tuple(tuple(peer for peer in kept if peer in answers[stage]) for stage, kept in enumerate(keepers))
         self._enter_next(decision.step + 1, digests, held, snapshot_due)
         return StepResult(decision, digests, held)

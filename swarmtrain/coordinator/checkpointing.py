@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from swarmtrain import world
 from swarmtrain.boundary import codec_pair
@@ -16,8 +15,10 @@ from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
 from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, latest, open_checkpoint, prune, set_aside
 from swarmtrain.codec import Direction, make_encoder
 from swarmtrain.coordinator.admission import StateOffer
+from swarmtrain.coordinator.checkpoint_fetch import CheckpointFetch
 from swarmtrain.coordinator.context import RunContext
-from swarmtrain.errors import StorageError
+from swarmtrain.coordinator.loaded_stages import LoadedStages
+from swarmtrain.errors import HardwareError, StorageError
 from swarmtrain.model.buffers import StateLayout
 from swarmtrain.net.errors import Refusal
 from swarmtrain.observe.events import CheckpointFailed, CheckpointWritten
@@ -27,6 +28,8 @@ from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import ChunkDigests, Code, FetchDigests, FetchState, StateChunk
 
 log = logging.getLogger(__name__)
+
+NO_SPACE = re.compile(r"no space left|quota exceeded", re.IGNORECASE)
 
 
 def codecs_remember(manifest: Manifest) -> bool:
@@ -41,15 +44,17 @@ def codecs_remember(manifest: Manifest) -> bool:
 class Checkpoints:
     """The run's checkpoint directory. Also the donor of last resort: it serves the newest checkpoint's states."""
 
-    def __init__(self, context: RunContext, directory: Path) -> None:
-        self._context, self.directory = context, directory
+    def __init__(self, context: RunContext, directory: Path, *, data_digest: str = "") -> None:
+        self._context, self.directory, self._data_digest = context, directory, data_digest
         for path in set_aside(directory, after=context.journal.num_steps()):
             log.warning("%s is of steps that the journal does not have: it does not count", path)
         self.newest: Checkpoint | None = latest(directory)
-        self._source: StateSource | None = None
-        self._loading = asyncio.Lock()
+        self._loaded = LoadedStages()
+        self.failure: Exception | None = None  # why the last attempt to write one came to nothing, if it did
+        self.fetching = CheckpointFetch(context)
         if self.newest is not None:
             self.newest.check_run(context.manifest)
+            self.newest.check_data(data_digest)
 
     @property
     def step(self) -> int:
@@ -65,32 +70,50 @@ class Checkpoints:
     async def write(self, step: int, digests: Sequence[str], keepers: Sequence[Sequence[str]]) -> bool:
         """Fetch every stage's state from its keepers and write a checkpoint; False (and an event) if that failed."""
         context = self._context
+        writer = CheckpointWriter(self.directory, context.manifest, step, 0, data_digest=self._data_digest)
         try:
-            with CheckpointWriter(self.directory, context.manifest, step, 0) as writer:
-                for stage, digest in enumerate(digests):
-                    layout = StateLayout(context.manifest, stage)
-                    download = Download(context.node, context.run_id, layout, step, digest)
-                    await download.run(keepers[stage])
-                    writer.basis_epoch = download.basis_epoch
-                    tensors = dict(layout.named(download.buffers))
-                    await world.in_thread(partial(writer.write_stage, stage, tensors, digest))
-                    context.faults.hit(Point.CHECKPOINT_WRITE)
-                path = await world.in_thread(writer.commit)
-        except (SyncFailed, StorageError) as error:
+            with self.fetching.wanted(step, keepers):
+                path = await self._write_stages(writer, digests, keepers)
+        except (SyncFailed, StorageError, HardwareError) as error:
+            self.failure = error
             context.events.emit(CheckpointFailed(step, str(error)))
             return False
+        finally:
+            await world.in_thread(writer.discard)
         context.journal.note_checkpoint(step, path.name, list(digests))
-        self.newest, self._source = open_checkpoint(path), None
-        prune(self.directory, context.manifest.checkpoint.keep)
+        self.newest, self.failure = open_checkpoint(path), None
+        self._loaded.clear()
         for stage, book in enumerate(context.stages):
             book.checkpoint = self.offer(stage)
+        await self._prune()
         context.events.emit(CheckpointWritten(step, str(path)))
         return True
 
+    async def _write_stages(
+        self, writer: CheckpointWriter, digests: Sequence[str], keepers: Sequence[Sequence[str]]
+    ) -> Path:
+        context = self._context
+        await world.in_thread(writer.open)
+        for stage, digest in enumerate(digests):
+            layout = StateLayout(context.manifest, stage)
+            download = Download(context.node, context.run_id, layout, writer.step, digest)
+            await self.fetching.fetch(download, keepers[stage])
+            writer.basis_epoch = download.basis_epoch
+            tensors = dict(layout.named(download.buffers))
+            await world.in_thread(partial(writer.write_stage, stage, tensors, digest))
+            context.faults.hit(Point.CHECKPOINT_WRITE)
+        return await world.in_thread(writer.commit)
+
+    async def _prune(self) -> None:
+        """Old checkpoints are gigabytes: nobody waits for their removal, and it does not matter if it fails."""
+        try:
+            await world.in_thread(partial(prune, self.directory, self._context.manifest.checkpoint.keep))
+        except StorageError as error:
+            log.warning("an old checkpoint stays: %s", error)
+
     async def fetch_digests(self, fetch: FetchDigests) -> ChunkDigests:
         """The chunk digests of a stage of the newest checkpoint."""
-        source = await self._state(fetch.run, fetch.stage, fetch.step)
-        return await world.in_thread(source.digests)
+        return (await self._state(fetch.run, fetch.stage, fetch.step)).digests()
 
     async def fetch_state(self, fetch: FetchState) -> StateChunk:
         """A chunk of a stage of the newest checkpoint."""
@@ -104,17 +127,13 @@ class Checkpoints:
             raise Refusal(Code.UNKNOWN, f"the newest checkpoint here is of step {self.step}")
         if stage >= self._context.manifest.stages.count:
             raise Refusal(Code.WRONG_STAGE, "there is no such stage")
-        async with self._loading:
-            source = self._source
-            if source is None or source.layout.plan.index != stage or source.step != step:
-                source = self._source = await world.in_thread(partial(self._load, self.newest, stage))
-        return source
+        return await self._loaded.get(self.newest, stage)
 
-    def _load(self, checkpoint: Checkpoint, stage: int) -> StateSource:
-        layout = StateLayout(self._context.manifest, stage)
-        buffers = layout.empty()
-        stored = checkpoint.load_stage(stage)
-        with torch.no_grad():
-            for name, view in layout.named(buffers):
-                view.copy_(stored[name])
-        return StateSource(layout, checkpoint.step, checkpoint.basis_epoch, buffers)
+
+def explained(failure: Exception | None) -> str:
+    """Why a checkpoint failed, for people who do not know the coordinator's directories."""
+    cause = failure.__cause__ if isinstance(failure, StorageError) else None
+    if cause is None:
+        return str(failure)
+    reason = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else str(cause)
+    return "no disk space" if NO_SPACE.search(reason) else reason

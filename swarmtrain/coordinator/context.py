@@ -15,12 +15,17 @@ from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member, Members
 from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
+from swarmtrain.net.calls import OnProgress
+from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.net.node import Node
 from swarmtrain.observe.events import Events, PeerLost
 from swarmtrain.observe.faults import Faults
 from swarmtrain.run.manifest import Manifest
+from swarmtrain.wire.schema import Message
 
 log = logging.getLogger(__name__)
+
+OWN_OUTAGE_S = 0.25  # between attempts while this host's own transport is away
 
 
 @dataclass
@@ -81,6 +86,25 @@ class RunContext:
         """Members or books have changed."""
         async with self.changed:
             self.changed.notify_all()
+
+    async def patient_call(
+        self, peer_id: str, request: Message, *, deadline_s: float, on_progress: OnProgress | None = None
+    ) -> Message:
+        """As the node's `call`, for what may be asked twice: asked again while it is this host that fails."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + deadline_s
+        while True:
+            try:
+                return await self.node.call(peer_id, request, ends_at - loop.time(), on_progress)
+            except HostDownError:
+                if loop.time() + OWN_OUTAGE_S > ends_at:
+                    raise
+                await asyncio.sleep(OWN_OUTAGE_S)
+
+    def is_there(self, member: Member) -> bool:
+        """Whether this incarnation of a peer still counts as one of the run's."""
+        current = self.members.get(member.peer_id)
+        return current is not None and current.key == member.key and current.answers
 
     async def lose(self, member: Member, reason: str, *, must_sync: bool = False) -> None:
         """A peer is gone, or (`must_sync`) of no use in this step: forget it, and void what only it had."""

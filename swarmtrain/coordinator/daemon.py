@@ -21,12 +21,14 @@ from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
 from swarmtrain.chain.rebalancing import MoveRules
+from swarmtrain.checkpoint import other_data
 from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.apply import Applies
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.enrolment import Enrolment
-from swarmtrain.coordinator.journal import Journal, JournalError
+from swarmtrain.coordinator.journal import DATA_DIGEST, Journal
+from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.coordinator.rivals import check_running, check_start
@@ -67,6 +69,7 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_S = 10.0
 RECORD_LIFE_S = 45.0
+JOURNAL_S = 2.0  # between looks whether the journal is still there; each write looks as well
 STARTING_S = 0.5  # when to ask a coordinator again that knows no answer yet
 
 
@@ -125,6 +128,7 @@ class CoordinatorDaemon:
                 helpers = [
                     tasks.create_task(self._announce(directory, host)),
                     tasks.create_task(self._watch_rivals(directory)),
+                    tasks.create_task(self._watch_journal()),
                     tasks.create_task(self.enrolment.watch()),
                     tasks.create_task(self._observed.watch()),
                 ]
@@ -137,8 +141,9 @@ class CoordinatorDaemon:
             await self.context.close()
 
     def _open(self, stack: contextlib.AsyncExitStack) -> None:
-        """The run's key and journal; a new run writes them, a resumed one must match them."""
+        """The run's data, key and journal; a new run notes them, a resumed one must match them."""
         options = self.options
+        self._sampler = self._make_sampler(options.manifest)
         try:
             options.state_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -157,9 +162,18 @@ class CoordinatorDaemon:
             raise JournalError(
                 f"{options.state_dir} holds another run", fix="use its own manifest, or another --state-dir"
             )
+        self._check_data()
         self.journal.set("manifest", options.manifest.canonical())
         self.run_id = run_id_of(options.manifest.digest(), self._key.public_bytes)
         self.journal.set("run_id", self.run_id)
+
+    def _check_data(self) -> None:
+        """A run that goes on with other tokens would be neither training, and nobody could tell from its books."""
+        known, found = self.journal.get(DATA_DIGEST), self._sampler.data_digest
+        if known is None:
+            self.journal.set(DATA_DIGEST, found)
+        elif known != found:
+            raise other_data(f"the run in {self.options.state_dir}", self.options.manifest.data.source, known, found)
 
     async def _connect(self, stack: contextlib.AsyncExitStack) -> tuple[NetworkHost, Directory, Node]:
         options = self.options
@@ -201,12 +215,14 @@ class CoordinatorDaemon:
             node=node,
             dispatcher=Dispatcher(node, neighbours),
             journal=self.journal,
-            sampler=self._make_sampler(manifest),
+            sampler=self._sampler,
             events=self.events,
             stages=[StageBook() for _ in range(manifest.stages.count)],
             faults=self.options.faults,
         )
-        self.checkpoints = Checkpoints(self.context, self.options.state_dir / "checkpoints")
+        self.checkpoints = Checkpoints(
+            self.context, self.options.state_dir / "checkpoints", data_digest=self._sampler.data_digest
+        )
         self._resume()
         applies = Applies(self.context)
         self.enrolment = Enrolment(self.context, applies.tell)
@@ -234,6 +250,7 @@ class CoordinatorDaemon:
             book.checkpoint = self.checkpoints.offer(stage)
         if context.step:
             context.tally.resume(self.journal.contributions())
+            context.tally.names = self.journal.names()
             self.keeper.recall(self.journal.curve(MAX_POINTS))
             self._phase("resume", f"step {context.step}, newest checkpoint at step {self.checkpoints.step}")
 
@@ -285,6 +302,12 @@ class CoordinatorDaemon:
         while True:
             await asyncio.sleep(ANNOUNCE_S)
             await check_running(directory, self._claim())
+
+    async def _watch_journal(self) -> None:
+        """A coordinator without a journal ends: nothing that it decides could be found again."""
+        while True:
+            self.journal.check_place()
+            await asyncio.sleep(JOURNAL_S)
 
     async def _until_stopped(self, work: Any) -> None:
         """Run `work` unless asked to stop."""
@@ -343,6 +366,7 @@ class CoordinatorDaemon:
     def _link_closed(self, peer_id: str, error: LinkClosed) -> None:
         if self.observer is not None:
             self.observer.link_closed(peer_id, error)
+            self.context.members.doubt(peer_id, asyncio.get_running_loop().time())
 
     def _phase(self, phase: str, detail: str = "") -> None:
         self.events.emit(PhaseReached(phase, detail))

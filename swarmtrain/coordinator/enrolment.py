@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from swarmtrain.coordinator.admission import judge
+from swarmtrain import world
+from swarmtrain.coordinator.admission import judge, some_donors
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.net.errors import Refusal
 from swarmtrain.observe import word
 from swarmtrain.observe.events import PeerJoined, PeerLost
-from swarmtrain.wire.messages import Code, Enroll, Enrolled, Verdict
+from swarmtrain.wire.messages import STALLED, Code, Enroll, Enrolled, Verdict
 
 WATCH_S = 1.0
 
@@ -22,6 +23,7 @@ class Enrolment:
     def __init__(self, context: RunContext, tell_decision: Callable[[Member], None]) -> None:
         """`tell_decision` is called with every peer that may not have heard of the last decision."""
         self._context, self._tell_decision = context, tell_decision
+        self._rng = world.random()
 
     async def enroll(self, sign: Enroll, peer_id: str) -> Enrolled:
         """Note a sign of life; tell the peer what to do."""
@@ -41,13 +43,15 @@ class Enrolment:
                 context.books.lose(restarted.stage, restarted.key)
         member = context.members.get(peer_id)
         assert member is not None
-        if context.books is not None and sign.state == "syncing":
-            context.books.lose(member.stage, member.key)  # it has dropped its ledger
+        if sign.state == STALLED and former is not None and former.state == "serving":
+            context.events.emit(PeerLost(member.peer_id, member.stage, "its device does not answer"))
+        if context.books is not None and sign.state in ("syncing", STALLED):
+            context.books.lose(member.stage, member.key)  # it has dropped its ledger, or nobody can have it
         self._tell_decision(member)
         if member.state == "serving" and (former is None or former.state != "serving"):
             context.events.emit(PeerJoined(member.peer_id, member.stage, member.step))
         answer = judge(member, context.members, context.standing, context.stages[sign.stage])
-        if answer.verdict is Verdict.SERVE:
+        if answer.verdict is Verdict.SERVE and member.state != STALLED:
             context.members.admit(peer_id)
         await context.notify()
         offer = answer.offer
@@ -58,7 +62,7 @@ class Enrolment:
             reason=answer.reason or self._why_no_work(member)[:1000],
             sync_step=offer.step if offer else 0,
             sync_digest=offer.digest if offer else "",
-            donors=offer.donors if offer else (),
+            donors=some_donors(offer.donors, self._rng) if offer else (),
         )
 
     def _why_no_work(self, member: Member) -> str:
@@ -75,7 +79,9 @@ class Enrolment:
             looked_at = loop.time()
             await asyncio.sleep(WATCH_S)
             asleep_s = loop.time() - looked_at - WATCH_S
-            if asleep_s > WATCH_S:  # it was this process that stood still: nobody could be heard
+            if not await self._context.node.is_up():  # without this host's own transport nobody can be heard
+                members.excuse(loop.time() - looked_at)
+            elif asleep_s > WATCH_S:  # nor while this process stood still
                 members.excuse(asleep_s)
             for member in members.silent(loop.time()):
                 await self._context.lose(member, "no sign of life")

@@ -8,22 +8,21 @@ and seals.py logs every write, so that a row that was altered or removed later i
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from swarmtrain import world
+from swarmtrain.coordinator.journal_files import JournalError, JournalFiles
 from swarmtrain.coordinator.seals import SCHEMA as LOG_SCHEMA
 from swarmtrain.coordinator.seals import Row, Seals, broken_seals, chain_hash
-from swarmtrain.errors import ExitCode, SwarmtrainError
-from swarmtrain.net.host_errors import StateDirectoryInUseError
 
 SCHEMA_VERSION = 1
+DATA_DIGEST = "data_digest"  # of the run's tokens: a fact of `run`; a journal of an older version does not know it
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
@@ -39,14 +38,8 @@ CREATE TABLE IF NOT EXISTS replicas (
   state_digest TEXT NOT NULL, PRIMARY KEY (step, stage, peer, incarnation));
 CREATE TABLE IF NOT EXISTS validations (step INTEGER PRIMARY KEY, loss REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS checkpoints (step INTEGER PRIMARY KEY, path TEXT NOT NULL, stages TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS names (peer TEXT PRIMARY KEY, name TEXT NOT NULL);
 """
-
-
-class JournalError(SwarmtrainError):
-    """The journal is damaged, in use, or of another run."""
-
-    error_id = "ST-JOURNAL"
-    exit_code = ExitCode.FILES
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,7 @@ class Journal:
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
-        self._lock = None if read_only else _lock(path)
+        self._files = None if read_only else JournalFiles(path)
         try:
             if read_only:
                 self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
@@ -96,6 +89,9 @@ class Journal:
         except sqlite3.Error as error:
             raise JournalError(f"cannot open the journal {path}: {error}") from error
         self._seals = Seals(self._db)
+        if self._files is not None:
+            self._files.note()
+        self._replicas: dict[tuple[int, int, str, str], str] = {}  # noted, and not written yet
 
     def __enter__(self) -> Journal:
         return self
@@ -103,11 +99,19 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self, *, is_lost: bool = False) -> None:
+        """Write what is left, and close the file. `is_lost`: close it as the death of the process does."""
+        if not is_lost:
+            with contextlib.suppress(JournalError):  # who closes it on an error would hear of this one instead
+                self.flush()
         self._db.close()
-        if self._lock is not None:
-            self._lock.close()
+        if self._files is not None:
+            self._files.close()
+
+    def check_place(self) -> None:
+        """JournalGone if the files that are open are not those at the journal's path any more."""
+        if self._files is not None:
+            self._files.check()
 
     def get(self, key: str) -> str | None:
         """A fact about the run."""
@@ -123,8 +127,11 @@ class Journal:
         row = self._db.execute("SELECT max(step) FROM steps").fetchone()
         return 0 if row[0] is None else int(row[0]) + 1
 
-    def decide(self, decision: Decision) -> None:
-        """Write a decision; when this returns it is on disk. Only a roll-back of all stages undoes it."""
+    def decide(self, decision: Decision, names: Mapping[str, str] | None = None) -> None:
+        """Write a decision; when this returns it is on disk. Only a roll-back of all stages undoes it.
+
+        `names` are what peers that took part call themselves, as far as that is new.
+        """
         chain = chain_hash(self.last_chain(), decision.content())
         moved = [decision.basis] if decision.basis else []
         stages = json.dumps([*([digest, norm] for digest, norm in decision.stages), *moved])
@@ -146,10 +153,19 @@ class Journal:
             self._db.executemany(
                 "INSERT INTO losses VALUES (?, ?, ?)", [(decision.step, i, x) for i, x in decision.losses.items()]
             )
+            for peer, name in (names or {}).items():
+                self._write("names", (peer, name))
 
     def note_replica(self, step: int, stage: int, peer: str, incarnation: str, digest: str) -> None:
-        """A peer's state digest after `step` applied steps."""
-        self._put("replicas", (step, stage, peer, incarnation, digest))
+        """A peer's state digest after `step` applied steps. It is written with the next `flush`, or with whatever is
+        written before that: a commit waits for the disk, and a step has as many of these as there are peers."""
+        self._replicas[step, stage, peer, incarnation] = digest
+
+    def flush(self) -> None:
+        """Write the replicas that were noted, in one transaction; when this returns they are on disk."""
+        if self._replicas:
+            with self._transaction():
+                pass
 
     def note_validation(self, step: int, loss: float) -> None:
         """Validation loss after `step` applied steps."""
@@ -175,6 +191,7 @@ class Journal:
 
     def state_digests(self, step: int) -> dict[int, str]:
         """Stage -> state digest after `step` applied steps, as far as replicas have reported it."""
+        self.flush()
         query = "SELECT stage, state_digest FROM replicas WHERE step = ?"
         found: dict[int, list[str]] = {}
         for stage, digest in self._db.execute(query, (step,)):
@@ -200,6 +217,10 @@ class Journal:
         """Peer -> decided microbatches over all stages."""
         return dict(self._db.execute("SELECT peer, count(*) FROM entries GROUP BY peer").fetchall())
 
+    def names(self) -> dict[str, str]:
+        """Peer -> what it called itself when it last took part in a step."""
+        return dict(self._db.execute("SELECT peer, name FROM names").fetchall())
+
     def curve(self, max_points: int) -> list[tuple[int, float, float, float, float]]:
         """(step, decided at, loss, gradient norm, learning rate) of about `max_points` steps, evenly chosen."""
         stride = max(1, -(-self.num_steps() // max_points))
@@ -209,6 +230,7 @@ class Journal:
 
     def replicas(self) -> list[tuple[int, int, str, str]]:
         """(step, stage, peer, state digest) of every replica at every step."""
+        self.flush()
         return self._db.execute("SELECT step, stage, peer, state_digest FROM replicas ORDER BY step, stage").fetchall()
 
     def checkpoints(self) -> list[tuple[int, str, list[str]]]:
@@ -235,38 +257,34 @@ class Journal:
         return faults
 
     def _put(self, table: str, row: Row) -> None:
-        marks = ", ".join("?" * len(row))
         with self._transaction():
-            self._db.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", tuple(row))
-            self._seals.put(table, row)
+            self._write(table, row)
+
+    def _write(self, table: str, row: Row) -> None:
+        """Within a transaction."""
+        marks = ", ".join("?" * len(row))
+        self._db.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", tuple(row))
+        self._seals.put(table, row)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All or nothing, and on disk in the end."""
+        """All or nothing, and on disk in the end, in a file that can be found again. Replicas that wait go with it."""
+        self.check_place()
         try:
+            world.check_disk(self.path)
             self._db.execute("BEGIN IMMEDIATE")
+            for key, digest in self._replicas.items():
+                self._write("replicas", (*key, digest))
             yield
             self._db.execute("COMMIT")
+            self._replicas.clear()
         except BaseException as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            if isinstance(error, sqlite3.Error):
+            if isinstance(error, sqlite3.Error | OSError):
                 raise JournalError(f"cannot write the journal {self.path}: {error}") from error
             raise
-
-
-def _lock(path: Path) -> IO[bytes]:
-    """Keep other writers away until the file that is returned is closed."""
-    try:
-        file = path.with_suffix(".lock").open("ab")
-    except OSError as error:
-        raise JournalError(f"cannot open the journal {path}: {error.strerror}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise StateDirectoryInUseError(path.parent, "") from error
-    return file
+        self.check_place()
 
 
 def _entry_rows(decision: Decision) -> list[tuple[Any, ...]]:

@@ -13,6 +13,7 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.sizes import id_type
 from swarmtrain.net.errors import NetError, Refusal
+from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.observe.events import WorkReplayed
 from swarmtrain.route.window import InFlightWindow, LeaseDeadlines, stepwise
 from swarmtrain.run.schedule import mean_loss
@@ -119,6 +120,9 @@ class Leases:
                 done = await context.node.call(
                     plan.holder.peer_id, request, deadline_s=self._deadlines.deadline_s, expect=Done
                 )
+            except HostDownError as error:
+                log.info("replay of (%d, %d) has to wait: %s", step, plan.microbatch, error)
+                return
             except NetError as error:
                 log.info("replay of (%d, %d) failed: %s", step, plan.microbatch, error)
                 books.withdraw(plan.holder.stage, [plan.microbatch], (plan.holder.peer_id, plan.holder.incarnation))

@@ -155,10 +155,9 @@ class RunObserver:
     def _contributors(self, members: list[Member]) -> list[dict[str, Any]]:
         """Who has done most, people who have left included."""
         tally = self.context.tally
-        named = {member.peer_id: member.name for member in members if member.name}
-        tally.names.update({peer: name for peer, name in named.items() if peer in tally.contributed})
+        names = {**tally.names, **{member.peer_id: member.name for member in members if member.name}}
         here = {member.peer_id for member in members}
         return [
-            {"peer": peer, "name": tally.names.get(peer, ""), "microbatches": count, "here": peer in here}
+            {"peer": peer, "name": names.get(peer, ""), "microbatches": count, "here": peer in here}
             for peer, count in tally.contributed.most_common(MAX_CONTRIBUTORS)
         ]

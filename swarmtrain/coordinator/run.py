@@ -9,16 +9,23 @@ from typing import Any, TypeVar
 from swarmtrain import world
 from swarmtrain.coordinator.admission import servers
 from swarmtrain.coordinator.apply import Applies, StepResult
-from swarmtrain.coordinator.checkpointing import Checkpoints, codecs_remember
+from swarmtrain.coordinator.checkpointing import Checkpoints, codecs_remember, explained
 from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.steps import StepDriver
-from swarmtrain.observe.events import RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
+from swarmtrain.errors import StorageError
+from swarmtrain.observe.events import CheckpointFailed, RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
 from swarmtrain.observe.logs import clock_time
 from swarmtrain.observe.word import no_peers
 
 T = TypeVar("T")
 
 WATCH_S = 0.5
+DOUBT_S = 1.0  # a peer whose link broke has so long to call again before its stage is said to be empty
+FIRST_RETRY_S = 0.5  # between attempts at the last checkpoint: twice as long after each that fails, up to
+MAX_FETCH_RETRY_S = 5.0  # where peers did not give a state, or
+MAX_WRITE_RETRY_S = 60.0  # where it could not be written: every attempt fetches all states, and a full disk stays full
+WRITE_PATIENCE_S = 20.0  # how long a run that goes back waits for a newer checkpoint that is still being fetched
 ROLL_BACK_AFTER_S = 8.0  # a stage whose state nobody holds for so long, although somebody waits to host it, is lost
 
 
@@ -38,7 +45,9 @@ class Run:
         self._min_peers = min_peers if context.step == 0 else 1  # a resumed run takes whom it gets
         self._driver = StepDriver(context, applies)
         self._writing: asyncio.Task[object] | None = None
+        self._writing_step, self._was_left_out = 0, False
         self._codecs_remember = codecs_remember(context.manifest)
+        self._held_up = ""  # what keeps the last checkpoint from being written
         self.last: StepApplied | None = None
         self._val_loss: float | None = None
 
@@ -95,18 +104,26 @@ class Run:
                 serving = context.members.of_stage(stage, "serving")
                 resting = context.members.of_stage(stage, "draining", "paused")
                 is_held = any(run.holds(member) for member in [*serving, *resting])
-                self._note_stage(stage, empty=not serving)  # who rests keeps the state, and takes no work
+                reachable = [member for member in serving if not self._is_doubted(member)]
+                self._note_stage(stage, empty=not reachable)  # who rests keeps the state, and takes no work
                 can_return = bool(context.members.of_stage(stage, "serving", "syncing", "joining"))
                 if is_held or not can_return or has_newest:
                     since.pop(stage, None)
                 elif now - since.setdefault(stage, now) > ROLL_BACK_AFTER_S:
                     return stage
 
+    def _is_doubted(self, member: Member) -> bool:
+        """Whether its link has been broken for a while: it is probably gone, long before it counts as lost."""
+        doubted_at = member.doubted_at
+        return doubted_at is not None and asyncio.get_running_loop().time() - doubted_at >= DOUBT_S
+
     async def _roll_back(self, stage: int) -> None:
         """All stages go back to the last checkpoint, under a new term, so that nothing of the lost steps counts."""
         context = self._context
-        if self._writing is not None:
-            await asyncio.wait([self._writing])  # the newest checkpoint must not be newer than the journal
+        if self._writing is not None:  # the newest checkpoint must not be newer than the journal
+            if not (await asyncio.wait([self._writing], timeout=WRITE_PATIENCE_S))[0]:
+                self._checkpoints.fetching.give_up()
+            await asyncio.wait([self._writing])
         step = self._checkpoints.step
         context.events.emit(RunRolledBack(stage, context.step, step))
         context.books = context.decided = None
@@ -140,7 +157,7 @@ class Run:
                 book.digest = max(digests, key=digests.count)
 
     def _note_wait(self, empty: list[int], enough: bool) -> None:
-        reason = ""
+        reason = self._held_up
         if empty:
             reason = no_peers(empty)
         elif not enough:
@@ -166,22 +183,33 @@ class Run:
 
     def _checkpoint_due(self, step: int) -> bool:
         """At the end, where the manifest says, and at once if the last one came to nothing: if a run that is restored
-        there goes on as this one does. With codecs that remember it would not."""
+        there goes on as this one does. With codecs that remember it would not.
+
+        Training does not wait for a slow one: what falls due meanwhile is left out, and made up for when that is done.
+        """
         manifest = self._context.manifest
-        is_planned = step == manifest.schedule.steps or manifest.is_checkpoint(step)
-        return is_planned or (self._owes_checkpoint() and not self._codecs_remember)
+        if step == manifest.schedule.steps:
+            return True
+        if self._writing is not None and not self._writing.done():
+            if manifest.is_checkpoint(step):
+                self._was_left_out = True
+                reason = f"left out, since the one before is still being written (step {self._writing_step})"
+                self._context.events.emit(CheckpointFailed(step, reason))
+            return False
+        return manifest.is_checkpoint(step) or (self._owes_checkpoint() and not self._codecs_remember)
 
     def _owes_checkpoint(self) -> bool:
-        """Whether the last one came to nothing: its keepers died, or the disk was full."""
+        """Whether the last one came to nothing (dead keepers, a full disk), or the next was left out because of it."""
         writing = self._writing
         if writing is None or not writing.done():
             return False
-        return writing.cancelled() or writing.exception() is not None or writing.result() is False
+        return self._was_left_out or writing.cancelled() or writing.exception() is not None or writing.result() is False
 
     async def _checkpoint(self, result: StepResult) -> None:
-        """Write a checkpoint while training goes on; one at a time."""
+        """Write a checkpoint while training goes on; one at a time, so the last one waits for the one before."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
+        self._was_left_out, self._writing_step = False, result.decision.step + 1
         self._writing = self._context.in_background(
             self._checkpoints.write(result.decision.step + 1, result.state_digests, result.keepers)
         )
@@ -191,15 +219,29 @@ class Run:
         context = self._context
         if self._writing is not None:
             await asyncio.wait([self._writing])
-        while self._checkpoints.step < context.step:
-            await self._all_stages_served()
-            keepers = tuple(
-                tuple(member.peer_id for member in servers(context.members, stage, context.step))
-                for stage in range(context.manifest.stages.count)
-            )
-            digests = tuple(book.digest for book in context.stages)
-            if not await self._checkpoints.write(context.step, digests, keepers):
-                await asyncio.sleep(WATCH_S)
+        pause_s = FIRST_RETRY_S
+        try:
+            while self._checkpoints.step < context.step and not await self._write_last():
+                failure = self._checkpoints.failure
+                self._held_up = f"the last checkpoint waits: {explained(failure)}"
+                self._say_wait(self._held_up)
+                await asyncio.sleep(pause_s)
+                is_disk = isinstance(failure, StorageError)
+                pause_s = min(2.0 * pause_s, MAX_WRITE_RETRY_S if is_disk else MAX_FETCH_RETRY_S)
+        finally:
+            self._held_up = ""
+        self._say_wait("")
+
+    async def _write_last(self) -> bool:
+        """One attempt to write a checkpoint of where the run stands, from everybody who has the state."""
+        context = self._context
+        await self._all_stages_served()
+        keepers = tuple(
+            tuple(member.peer_id for member in servers(context.members, stage, context.step))
+            for stage in range(context.manifest.stages.count)
+        )
+        digests = tuple(book.digest for book in context.stages)
+        return await self._checkpoints.write(context.step, digests, keepers)
 
     def _end(self) -> None:
         context, newest = self._context, self._checkpoints.newest

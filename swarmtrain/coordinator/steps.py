@@ -34,17 +34,12 @@ class StepDriver:
         started = world.monotonic()
         await self.leases.run(step, books)
         leased = world.monotonic()
-        async with asyncio.TaskGroup() as tasks:
-            repairing = tasks.create_task(self.leases.repair(step, books))
-            groups = self._preparer.groups()
-            preparing = [tasks.create_task(self._preparer.prepare(step, group, books)) for group in groups]
-            await asyncio.wait(preparing)
-            repairing.cancel()
-        prepared = sorted((stage for task in preparing for stage in task.result()), key=lambda item: item.stage)
+        prepared = await self._prepared(step, books)
         reduced = world.monotonic()
         decision = self._decide(step, books, prepared)
         context.faults.hit(Point.BEFORE_DECISION)
-        context.journal.decide(decision)
+        named = {member.peer_id: member.name for stage in prepared for member in stage.members}
+        context.journal.decide(decision, context.tally.new_names(named))
         context.decided = decision
         context.prepared = frozenset(member.key for stage in prepared for member in stage.members)
         context.faults.hit(Point.AFTER_DECISION)
@@ -54,6 +49,26 @@ class StepDriver:
         context.events.emit(StepTimed(step + 1, leased - started, reduced - leased, applied - reduced))
         context.faults.hit(Point.AFTER_STEP)
         return result
+
+    async def _prepared(self, step: int, books: StepBooks) -> list[PreparedStage]:
+        """The reduced sums of all stages, each held by somebody who is there now.
+
+        Those who held a stage's sum may all have died while another stage was still at its own. To decide on a sum that
+        nobody holds would take the whole run back: the stage is prepared again instead, and the others keep what they
+        have.
+        """
+        found: dict[tuple[int, ...], list[PreparedStage]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            repairing = tasks.create_task(self.leases.repair(step, books))
+            while lost := [group for group in self._preparer.groups() if not await self._are_held(found.get(group))]:
+                preparing = {group: tasks.create_task(self._preparer.prepare(step, group, books)) for group in lost}
+                await asyncio.wait(preparing.values())
+                found |= {group: task.result() for group, task in preparing.items()}
+            repairing.cancel()
+        return sorted((stage for group in found.values() for stage in group), key=lambda item: item.stage)
+
+    async def _are_held(self, group: list[PreparedStage] | None) -> bool:
+        return group is not None and all([await self._preparer.is_held(stage) for stage in group])
 
     def _decide(self, step: int, books: StepBooks, prepared: list[PreparedStage]) -> Decision:
         manifest = self._context.manifest

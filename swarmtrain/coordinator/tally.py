@@ -17,13 +17,19 @@ class Tally:
 
     def __init__(self) -> None:
         self.contributed: Counter[str] = Counter()  # by peer: decided microbatches, over all stages it served
-        self.names: dict[str, str] = {}
+        self.names: dict[str, str] = {}  # by peer: what the journal says that it calls itself
         self._routes: deque[tuple[str, ...]] = deque(maxlen=RECENT_ROUTES)
 
     def resume(self, contributed: Mapping[str, int]) -> None:
         """What the journal has from before."""
         self.contributed.clear()
         self.contributed.update(contributed)
+
+    def new_names(self, named: Mapping[str, str]) -> dict[str, str]:
+        """Those of `named` (peer -> name) that the journal does not have yet; it is about to get them."""
+        found = {peer: name for peer, name in named.items() if name and self.names.get(peer) != name}
+        self.names.update(found)
+        return found
 
     def decided(self, decision: Decision) -> None:
         """A step's books are closed."""

@@ -44,6 +44,11 @@ class Sampler:
         validation_windows = self._count_windows("validation") if source.validation_fraction > 0 else 0
         self.num_validation_microbatches = validation_windows // sequences_per_microbatch
 
+    @property
+    def data_digest(self) -> str:
+        """One name for the tokens that microbatches are made of."""
+        return self._source.digest
+
     def microbatch(self, step: int, index: int) -> Tokens:
         """The tokens of microbatch `index` of `step`; both count from 0."""
         return self._stack("train", self.samples(step, index))  # (sequences, sequence_length + 1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from swarmtrain.model.layout import GRAM, Role, StagePlan, TensorSpec, plan_stages
+from swarmtrain.model.memory import check_memory, does_not_fit, free_bytes
 from swarmtrain.run.manifest import Manifest
 
 _ALIGNMENT = 16  # elements: 64 bytes of fp32
@@ -126,8 +127,13 @@ class StateLayout:
         ]
 
     def empty(self) -> list[Tensor]:
-        """Fresh buffers on the CPU, filled with zeros."""
-        return [torch.zeros(buffer.num_elements, dtype=buffer.dtype) for buffer in self.buffers]
+        """Fresh buffers on the CPU, filled with zeros. HardwareError if the machine has not that much memory."""
+        what = f"the state of stage {self.plan.index}"
+        check_memory(self.num_bytes, what)
+        try:
+            return [torch.zeros(buffer.num_elements, dtype=buffer.dtype) for buffer in self.buffers]
+        except RuntimeError as error:  # torch's word for memory that it does not get, e.g. because of a `ulimit`
+            raise does_not_fit(self.num_bytes, what, free_bytes()) from error
 
 
 def as_bytes(buffer: Tensor) -> memoryview:

@@ -18,6 +18,7 @@ from swarmtrain.net.host_errors import (
     BootstrapError,
     DialResult,
     HostDownError,
+    HostError,
     P2pdTimeoutError,
 )
 from swarmtrain.net.host_options import HostEvent, HostEventKind, HostOptions
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 PROTOCOL = "/swarmtrain/1"
 PORT_WAIT_S = 2.0  # how long a killed predecessor may hold our port
 CLOSE_WAIT_S = 3.0
+UP_S = 2.0  # a p2pd that does not say who it is within this time hangs
 REDIAL_HEAD_START_S = 2.0  # a new p2pd knows nobody: let the bootstrap peers come first
 RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -172,6 +174,16 @@ class Host:
     def p2pd_process_id(self) -> int | None:
         """The operating system's id of the p2pd in use."""
         return self._p2pd.process_id if self._p2pd is not None else None
+
+    async def is_up(self) -> bool:
+        """See `Transport`. p2pd is asked: its streams end a moment before its death is known."""
+        if self._p2pd is None or not self.is_ready:
+            return False
+        try:
+            await self._p2pd.identify(timeout_s=UP_S)
+        except HostError:
+            return False
+        return True
 
     async def wait_ready(self) -> None:
         """Return when p2pd runs; raises HostDownError if the host is closed meanwhile."""

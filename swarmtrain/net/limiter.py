@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import re
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,7 +19,6 @@ from swarmtrain.wire.limits import Priority
 BURST_S = 0.2  # unused rate that is kept for later: bridges the lateness of timers
 HEADERS = 0.05  # of TCP, IP and the encryption, relative to what this program sees of its traffic: they count as well
 LOW_SHARE = 16  # one grant in so many goes to the least urgent, so that nothing starves for ever
-MAX_RATE = 1e12  # bytes per second that a cap may name; what is announced must fit a message
 _GRANT_S = 0.05  # at low rates a grant is this much of a second, so that control frames need not wait long
 _MIN_GRANT_BYTES = 2048
 
@@ -183,21 +181,3 @@ class RateLimiter:
 
 def _without_headers(rate_bytes_per_s: float | None) -> float | None:
     return None if rate_bytes_per_s is None else rate_bytes_per_s / (1.0 + HEADERS)
-
-
-_RATE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmg]?bit|[kmg]?b|[kmg]i?b)(ps|/s)?", re.IGNORECASE)
-_UNITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9}
-_BINARY_UNITS = {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
-
-
-def parse_rate(text: str) -> float:
-    """Bytes per second of a rate such as "20mbit", "2.5 MB/s" or "512KiB". UsageError if it is none."""
-    match = _RATE.fullmatch(text.strip())
-    if match is None or float(match["number"]) <= 0:
-        raise UsageError(f"{text!r} is not a rate", fix="write it as 20mbit, 2.5MB/s or 512KiB/s")
-    rate = float(match["number"]) * {**_UNITS, **_BINARY_UNITS}[match["unit"].lower()]
-    if rate > MAX_RATE:
-        raise UsageError(
-            f"{text[:40]!r} is more than any line carries", fix="leave the option out: then there is no cap"
-        )
-    return rate

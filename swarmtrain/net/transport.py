@@ -42,6 +42,10 @@ class ByteStream(Protocol):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Queue `data`; never blocks. The caller may not change it afterwards. Ignored after the stream closed."""
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What was written and is still here: falls while the other end takes anything."""
+
     def pause_reading(self) -> None:
         """Deliver nothing until `resume_reading`: back-pressure reaches the other end."""
 
@@ -64,6 +68,9 @@ class Transport(Protocol):
 
     async def open(self, peer_id: str, *, timeout_s: float) -> ByteStream:
         """A new stream to `peer_id`; raises a `NetError` within `timeout_s` if that cannot be had."""
+
+    async def is_up(self) -> bool:
+        """Whether this end itself works. Asked when something has failed: if not, it says nothing about others."""
 
     def listen(self, accept: Callable[[ByteStream], None]) -> None:
         """Call `accept` for every incoming stream from now on."""

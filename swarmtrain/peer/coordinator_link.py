@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from swarmtrain.chain.claim import Claim
-from swarmtrain.chain.offer import COORDINATOR_TOPIC, checked_offer
+from swarmtrain.chain.offer import COORDINATOR_TOPIC, RunRefused, checked_offer
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.net.directory import Directory, TopicRule
@@ -17,7 +17,7 @@ from swarmtrain.net.network import NetworkHost
 from swarmtrain.net.node import Node
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
-from swarmtrain.wire.messages import FetchRun, RunOffer, SeekStage, StageFound
+from swarmtrain.wire.messages import Code, FetchRun, RunOffer, SeekStage, StageFound
 from swarmtrain.wire.schema import Message
 
 log = logging.getLogger(__name__)
@@ -108,12 +108,12 @@ class CoordinatorLink:
         if isinstance(addresses, list):
             self._host.learn([text for text in addresses[:16] if isinstance(text, str)], of=claim.peer_id)
 
-    async def fetch_run(self, *, timeout_s: float) -> Manifest:
+    async def fetch_run(self, timeout_s: float) -> Manifest:
         """The run's manifest, checked against the invite."""
         offer = await self._ask(FetchRun(self._invite.run_id), RunOffer, timeout_s)
         return checked_offer(offer, self._invite)
 
-    async def seek_stage(self, stages: Sequence[int], *, timeout_s: float) -> StageFound:
+    async def seek_stage(self, stages: Sequence[int], timeout_s: float) -> StageFound:
         """Which of these stages needs a peer most."""
         return await self._ask(SeekStage(self._invite.run_id, tuple(stages)), StageFound, timeout_s)
 
@@ -123,12 +123,15 @@ class CoordinatorLink:
         while True:
             peer_id = await self.find(timeout_s=ends_at - asyncio.get_running_loop().time())  # another may take over
             left_s = ends_at - asyncio.get_running_loop().time()
+            self._node.forgive(peer_id)  # its record is there: it may be back
             try:
                 return await self._node.call(peer_id, message, deadline_s=left_s, expect=expect)
             except NetError as error:
+                if isinstance(error, CallRefused) and error.code == Code.WRONG_RUN:
+                    raise RunRefused(f"the coordinator refuses: {error.text}", fix="ask for a new invite") from error
                 retry_after_s = error.retry_after_s if isinstance(error, CallRefused) else 0.0
                 if not 0.0 < retry_after_s < left_s:
                     raise RunUnreachable(
-                        f"the coordinator does not answer: {error}", fix="try again in a minute"
+                        f"the coordinator does not answer: {error}", fix="is it running, and reachable from here?"
                     ) from error
             await asyncio.sleep(retry_after_s)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from swarmtrain import world
@@ -35,6 +36,7 @@ from swarmtrain.peer.microbatch import Microbatches
 from swarmtrain.peer.moving import Moving
 from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import AUTO, PeerOptions, check_fit, fitting_stages
+from swarmtrain.peer.patience import Patience
 from swarmtrain.peer.seat import Seat
 from swarmtrain.peer.steps import Steps
 from swarmtrain.peer.syncing import Syncing
@@ -126,17 +128,8 @@ class PeerDaemon:
     async def _join(self, stack: contextlib.AsyncExitStack) -> _Joined:
         """Network, the run's definition. p2pd first: before the model is allocated."""
         options = self.options
-        host = await self._machine.start_host(
-            HostOptions(
-                state_dir=options.state_dir,
-                listen=options.listen,
-                announce=options.announce,
-                bootstrap=options.invite.bootstrap,
-                use_relays=options.relays,
-                behind_nat=True if options.behind_nat else None,
-                relay=options.serve_as_relay,
-            )
-        )
+        patience = Patience(options.find_s, lambda text: self._say_phase("waiting", text))
+        host = await patience.insist(lambda _: self._start_host(), is_over=lambda: False)
         stack.push_async_callback(host.close)
         self._say_phase("identity", host.peer_id)
         limiter = RateLimiter(
@@ -150,9 +143,23 @@ class PeerDaemon:
         stack.push_async_callback(directory.close)
         self._say_phase("network", ", ".join(host.addresses()[:2]))
         link = CoordinatorLink(options.invite, host, node, directory)
-        manifest = await link.fetch_run(timeout_s=options.find_s)
+        manifest = await patience.insist(link.fetch_run, is_over=lambda: link.is_over)
         self._say_phase("manifest", f"{manifest.run.name} {manifest.digest()[:12]}")
         return _Joined(host, node, directory, link, manifest, limiter)
+
+    async def _start_host(self) -> NetworkHost:
+        options = self.options
+        return await self._machine.start_host(
+            HostOptions(
+                state_dir=options.state_dir,
+                listen=options.listen,
+                announce=options.announce,
+                bootstrap=options.invite.bootstrap,
+                use_relays=options.relays,
+                behind_nat=True if options.behind_nat else None,
+                relay=options.serve_as_relay,
+            )
+        )
 
     async def _take_seat(self, joined: _Joined) -> None:
         """Host one stage until asked to leave the run, or permitted to move to another stage."""
@@ -166,7 +173,9 @@ class PeerDaemon:
         """The stage: which one, whether it fits, its tensors, and who answers for it."""
         link, manifest = joined.link, joined.manifest
         if self.options.stage == AUTO:
-            found = await link.seek_stage(fitting_stages(manifest, self.options), timeout_s=self.options.find_s)
+            stages = fitting_stages(manifest, self.options)
+            patience = Patience(self.options.find_s, lambda text: self._say_phase("waiting", text))
+            found = await patience.insist(partial(link.seek_stage, stages), is_over=lambda: link.is_over)
             self.options = replace(self.options, stage=found.stage)
             self._say_phase("stage", f"{found.stage}: {found.reason}")
         options = self.options
@@ -212,6 +221,7 @@ class PeerDaemon:
                 tasks.create_task(settled.enrolling.run()),
                 tasks.create_task(settled.announcing.run()),
                 tasks.create_task(settled.observer.watch()),
+                tasks.create_task(context.device.run(seat.changed)),
             ]
             if self.options.may_move:
                 moving = Moving(context, joined.link, joined.directory, mover, self._move)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from swarmtrain.peer.options import PeerOptions
 from swarmtrain.peer.seat import Seat
 from swarmtrain.peer.steps import Steps
 from swarmtrain.peer.syncing import Syncing
-from swarmtrain.wire.messages import Acknowledged, Code, Enroll, Enrolled, Leave, Resync, Verdict
+from swarmtrain.wire.messages import STALLED, Acknowledged, Code, Enroll, Enrolled, Leave, Resync, Verdict
 
 log = logging.getLogger(__name__)
 
 ENROLL_S = 2.0
+_ACTIVE = (PeerState.JOINING, PeerState.SYNCING, PeerState.SERVING)
 
 SayPhase = Callable[[str, str], None]
 
@@ -46,6 +48,8 @@ class Enrolling:
         self._seat, self._options, self._link, self._context = seat, options, link, seat.context
         self._steps, self._syncing, self._observer = steps, syncing, observer
         self._leave, self._say_phase = leave, say_phase
+        self._looking: asyncio.Task[bool] | None = None
+        self._stopping: asyncio.Task[None] | None = None  # dropping what does not count any more
         self.metrics_at = ""  # HOST:PORT, told to the coordinator
 
     async def run(self) -> None:
@@ -65,12 +69,20 @@ class Enrolling:
                 if isinstance(error, CallRefused) and error.code == Code.NOT_SERVING:
                     pause_s = min(ENROLL_S, max(0.1, error.retry_after_s))  # it is still starting
                 seat.unheard()
-                if await link.look() and link.peer_id is not None:
+                await self._look_for_it()
+                if link.peer_id is not None:
                     context.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
                 if link.is_over:
                     self._leave("the run is complete")
             is_syncing = context.state is PeerState.SYNCING
             await wait_event(seat.enroll_now, min(pause_s, ENROLL_S / 4) if is_syncing else pause_s)
+
+    async def _look_for_it(self) -> None:
+        """Read the directory; after an outage that can take long, and meanwhile the coordinator may be back where it
+        was: so it is waited for a moment only, and goes on by itself."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._link.look(), name="look for the coordinator")
+        await asyncio.wait([self._looking], timeout=ENROLL_S)
 
     async def told_to_leave(self, message: Leave, exchange: Exchange) -> Acknowledged:
         """Answer `Leave`."""
@@ -86,6 +98,10 @@ class Enrolling:
 
     async def say_goodbye(self) -> None:
         """End what is under way, and tell the coordinator that this peer is gone."""
+        for task in (self._looking, self._stopping):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self._syncing.close()
         await self._steps.close()
         self._context.become(PeerState.GONE)
@@ -115,6 +131,9 @@ class Enrolling:
         seat.heard_step(answer.step, holds_sum=self._steps.is_prepared)
         if answer.verdict is Verdict.LEAVE:
             self._leave(answer.reason)
+        elif self._is_stalled:
+            if answer.verdict is Verdict.WAIT:
+                await self._stop_serving(answer.reason)
         elif answer.verdict is Verdict.SERVE and context.state in (PeerState.JOINING, PeerState.SYNCING):
             if self._steps.hearing.is_going_on:
                 return  # of the step under way: until it has that, it listens, or it would miss the next one
@@ -137,8 +156,22 @@ class Enrolling:
             return
         self._say_phase("syncing", reason)
         self._seat.syncs()
-        await self._syncing.begin()
-        self._seat.enroll_now.set()
+        stopping = asyncio.create_task(self._syncing.begin(), name="stop serving")
+        stopping.add_done_callback(lambda _: self._seat.enroll_now.set())
+        try:
+            if await self._context.device.ends(stopping):
+                await stopping
+            else:  # it ends when the device answers again, which is the proof that it does
+                self._stopping = stopping
+        except asyncio.CancelledError:
+            stopping.cancel()
+            raise
+
+    @property
+    def _is_stalled(self) -> bool:
+        """Whether nothing can be had of the device; to the end of what was begun because of that."""
+        is_stopping = self._stopping is not None and not self._stopping.done()
+        return self._context.device.hangs or is_stopping
 
     def _sign_of_life(self) -> Enroll:
         context, options = self._context, self._options
@@ -146,7 +179,7 @@ class Enrolling:
         return Enroll(
             run=context.run_id,
             stage=context.stage,
-            state=context.state.value,
+            state=STALLED if self._is_stalled and context.state in _ACTIVE else context.state.value,
             incarnation=context.incarnation,
             step=context.step,
             state_digest=applied.state_digest if applied is not None else "",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from swarmtrain.codec.samples import DEFAULT_BUDGET_BYTES
 from swarmtrain.errors import HardwareError
 from swarmtrain.model.layout import plan_stages
+from swarmtrain.model.memory import free_bytes
 from swarmtrain.model.sizes import activation_bytes, stage_memory
 from swarmtrain.observe.faults import Faults
 from swarmtrain.run.invite import Invite
@@ -46,7 +46,7 @@ class PeerOptions:
     route: str = "finish-time"
     max_queue: int = 64
     drain_s: float = 60.0
-    find_s: float = 60.0
+    find_s: float = 0.0  # how long a run that cannot be found is looked for; 0: until somebody ends this peer
     metrics: str = ""  # HOST:PORT to serve metrics at; empty: nowhere
     metrics_announce: str = ""  # HOST:PORT under which the run's Prometheus reaches them, if that is another
     faults: Faults = field(default_factory=Faults)
@@ -83,7 +83,7 @@ def check_fit(manifest: Manifest, options: PeerOptions) -> Fit:
     plan = plan_stages(manifest)[options.stage]
     activations = activation_bytes(manifest, plan)
     fixed = stage_memory(manifest, plan) + plan.num_parameters * _SHARE_BYTES_PER_PARAMETER + _PROCESS_BYTES
-    available = options.max_memory_bytes or _free_bytes(options.device)
+    available = options.max_memory_bytes or free_bytes(options.device)
     needed = fixed + 2 * activations
     if needed > available:
         raise HardwareError(
@@ -105,10 +105,3 @@ def fitting_stages(manifest: Manifest, options: PeerOptions) -> list[int]:
     if not stages:
         raise refused
     return stages
-
-
-def _free_bytes(device: str) -> int:
-    if device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return int(psutil.virtual_memory().available)

@@ -15,6 +15,34 @@ CHURN_KINDS = ("none", "exponential", "trace")
 PLACEMENTS = ("even", "random")
 JOB_ORDERS = ("backward-first", "oldest-first", "fifo")
 MEBIT = 1e6 / 8.0
+_EVER_S, _MANY, _HUGE_BYTES = 1e10, 10**9, 1e15  # beyond them nothing changes but the arithmetic, which fails
+_RANGES: dict[str, tuple[float, float]] = {
+    "seed": (-(2**63), 2**63),
+    "speed_spread": (0.0, 10.0),
+    "compute_jitter": (0.0, 10.0),
+    "backbone_latency_s": (0.0, 60.0),
+    "boundary_bytes": (0.0, _HUGE_BYTES),
+    "batch": (0, _MANY),
+    "queue_limit": (1, _MANY),
+    "num_asked": (0, _MANY),
+    "window_maximum": (0, _MANY),
+    "mean_life_s": (1.0, _EVER_S),
+    "mean_absence_s": (1.0, _EVER_S),
+    "download_s": (0.0, _EVER_S),
+    "detect_s": (0.0, _EVER_S),
+    "rebalance_period_s": (0.1, _EVER_S),
+    "random_newcomers": (0, 1),
+    "fetch_first": (0, 1),
+    "directory_period_s": (0.1, _EVER_S),
+    "record_life_s": (0.1, _EVER_S),
+}
+_REBALANCE_RANGES: dict[str, tuple[float, float]] = {
+    "min_gain": (0.0, 10.0),
+    "min_left": (0, _MANY),
+    "min_stay_s": (0.0, _EVER_S),
+    "stay_per_download": (0.0, 1e6),
+    "stages_per_move": (1, _MANY),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +158,16 @@ def _check(scenario: Scenario) -> None:
         not scenario.layout or len(scenario.layout) == scenario.num_peers, "num_peers", "as many as the layout has"
     )
     _require(bool(scenario.layout or scenario.mix), "mix", "at least one profile")
-    for name in ("mean_life_s", "mean_absence_s", "rebalance_period_s", "directory_period_s", "record_life_s"):
-        _require(0.0 < getattr(scenario, name) < math.inf, name, "positive")
+    for name, (low, high) in _RANGES.items():
+        _require(low <= getattr(scenario, name) <= high, name, f"from {low:g} to {high:g}")
+    for name, (low, high) in _REBALANCE_RANGES.items():
+        value = getattr(scenario.rebalance_options, name)
+        _require(low <= value <= high, f"rebalance.{name}", f"from {low:g} to {high:g}")
     _require(len(scenario.gradient_bytes) in (0, 1, scenario.num_stages), "gradient_bytes", "one, or one per stage")
     for num_bytes in scenario.gradient_bytes:
-        _require(0.0 <= num_bytes < math.inf, "gradient_bytes", "not negative")
-    for name in ("download_s", "detect_s", "boundary_bytes", "speed_spread", "compute_jitter"):
-        _require(0.0 <= getattr(scenario, name) < math.inf, name, "not negative")
+        _require(0.0 <= num_bytes <= _HUGE_BYTES, "gradient_bytes", f"from 0 to {_HUGE_BYTES:g}")
     for cost in scenario.costs:
-        _require(0.0 < cost < math.inf, "stage_costs", "positive")
+        _require(1e-9 <= cost <= 1e9, "stage_costs", "from 1e-09 to 1e+09")
     for spec in scenario.layout or scenario.mix:
         _check_spec(spec, scenario.num_stages)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -93,9 +94,12 @@ def _changed(target: Any, name: str, full_name: str, text: str) -> Any:
 
 def _number(text: str, where: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError as error:
         raise UsageError(f"{where[:80]}: {text[:40]!r} is not a number") from error
+    if not math.isfinite(number):
+        raise UsageError(f"{where[:80]}: {text[:40]!r} is not a number to calculate with")
+    return number
 
 
 def _whole(text: str, where: str) -> int:

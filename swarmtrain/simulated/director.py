@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from swarmtrain.chain.rebalancing import MoveRules
@@ -64,6 +65,9 @@ class Director:
     def _let_go(self) -> None:
         """Whoever could hear that the run is over goes by itself; the others may wait for ever, for all they know."""
         swarm, everybody = self.swarm, list(self.swarm.lives.values())
+        for life in swarm.peers:  # who has not found the run before it was over waits for it until its owner ends it
+            if life.is_running and life.daemon is not None and life.daemon.settled is None:
+                life.process.call_soon(partial(life.daemon.leave, "asked by a signal"))
         if not swarm.is_over:
             swarm.failed(f"the run stands still at step {swarm.step}")
             return

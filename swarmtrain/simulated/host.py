@@ -70,6 +70,10 @@ class SimulatedHost:
         """See `NetworkHost`."""
         return self._ready.is_set() and not self._is_closed
 
+    async def is_up(self) -> bool:
+        """See `Transport`."""
+        return self.is_ready
+
     async def wait_ready(self) -> None:
         """See `NetworkHost`."""
         await self._ready.wait()
@@ -111,11 +115,15 @@ class SimulatedHost:
                 await self.wait_ready()
                 if (error := await self._reach(peer_id, timeout_s)) is not None:
                     raise PeerUnreachable(f"peer {peer_id}: {error}")
+                if not self.is_ready:
+                    raise HostDownError("p2pd does not answer")
                 other = self._network.hosts[peer_id]
                 here, there = self._network.connect(self, other)
                 other.process.call_soon(lambda: other._accepted(there))
                 return here
         except TimeoutError:
+            if not self.is_ready:
+                raise HostDownError(f"p2pd did not come back within {timeout_s:g} s") from None
             raise PeerUnreachable(f"peer {peer_id}: no answer within {timeout_s:g} s") from None
 
     def _accepted(self, stream: ByteStream) -> None:

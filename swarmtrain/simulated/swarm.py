@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import hashlib
 import logging
@@ -137,7 +138,8 @@ class SimulatedSwarm:
         asyncio.set_event_loop(self.loop)
         self._collects = gc.isenabled()
         gc.disable()  # when objects are freed must not depend on what ran before
-        gc.freeze()  # what is there now is not looked at when this swarm is freed
+        _forget_imports()
+        gc.collect()  # the swarm before this one
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -174,7 +176,6 @@ class SimulatedSwarm:
         self.network.streams.clear()
         self.network.pipes.clear()
         gc.collect()
-        gc.unfreeze()
         self.loop.close()
 
     # ---- what is there -----------------------------------------------------------------------------------------------
@@ -400,11 +401,18 @@ class SimulatedSwarm:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
+@functools.cache
+def _forget_imports() -> None:
+    """What was loaded with the modules is never looked at again when a swarm is freed: that takes longer than a run."""
+    gc.collect()
+    gc.freeze()
+
+
 def _release(daemon: Any) -> None:
     """What the operating system does for a dead process: its files are closed, its locks are gone."""
     journal = getattr(daemon, "journal", None)
     if journal is not None:
-        journal.close()
+        journal.close(is_lost=True)
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

@@ -85,6 +85,15 @@ def test_impossible_settings_name_the_key_and_what_is_allowed(
     assert not complete(tmp_path / "out" / "checkpoints")
 
 
+def test_a_model_that_no_machine_holds(tmp_path: Path) -> None:
+    settings = ("hidden_size=16384", "num_layers=512", "num_heads=64", "num_kv_heads=64", "ffn_size=65536")
+    overrides = [item for setting in settings for item in ("--set", f"model.{setting}")]
+    line = assert_one_line(call("train", "nano", *overrides, "--out", tmp_path / "out"), 5, "ST-HARDWARE")
+    assert "needs about" in line
+    assert "there are" in line
+    assert not complete(tmp_path / "out" / "checkpoints")
+
+
 @pytest.mark.parametrize("verb", ["train", "manifest"])
 def test_something_that_is_no_manifest(tmp_path: Path, verb: str) -> None:
     line = assert_one_line(call(verb, tmp_path / "missing.toml"), 2, "ST-USAGE")
@@ -137,6 +146,31 @@ def test_control_the_same_shards_undamaged_train(pristine_shards: Path, tmp_path
     assert call(*train_small(tmp_path / "out", "--set", f"data.source={pristine_shards}")).code == 0
 
 
+def test_training_does_not_go_on_with_other_data(pristine_shards: Path, tmp_path: Path) -> None:
+    """What comes of that is neither training, and nobody could tell later."""
+    source, before, out = tmp_path / "shards", tmp_path / "before", tmp_path / "out"
+    shutil.copytree(pristine_shards, source)
+    settings = (f"data.source={source}", "checkpoint.every=2")
+    train(small(*settings), out)
+    shutil.rmtree(out / "checkpoints" / "step-00000004")  # as if it had been interrupted after step 2
+    again = Path(shutil.copytree(out, tmp_path / "again"))
+    source.rename(before)
+    text = tmp_path / "other.txt"
+    text.write_text("quite another text, of the same run\n" * 3000)
+    assert call("data", "prepare", text, "--out", source).code == 0
+    kept = everything_below(out)
+    overrides = [item for setting in settings for item in ("--set", setting)]
+    line = assert_one_line(call(*train_small(out, *overrides)), 7, "ST-DATA")
+    assert "other data" in line
+    assert "put the data back" in line
+    assert everything_below(out) == kept
+    shutil.rmtree(source)
+    before.rename(source)
+    resumed = call(*train_small(again, *overrides))  # control: with its own data it goes on
+    assert resumed.code == 0
+    assert "step-00000002" in resumed.err
+
+
 @pytest.fixture(scope="module")
 def pristine_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("pristine")
@@ -178,10 +212,36 @@ def garble_header(path: Path) -> None:
     (path / "stage-000.safetensors").write_bytes(b"\xff" * 64)
     index = json.loads((path / "checkpoint.json").read_text())
     index["stages"][0].update(num_bytes=64, sha256=hashlib.sha256(b"\xff" * 64).hexdigest())
+    del index["index_digest"]
     (path / "checkpoint.json").write_text(json.dumps(index))
 
 
-DAMAGES = (flip_byte, cut_file, drop_file, garble_json, empty_json, garble_header)
+def edit(path: Path, *, keep_own_digest: bool, **changes: object) -> None:
+    index = json.loads((path / "checkpoint.json").read_text())
+    if not keep_own_digest:  # as in an older version's
+        del index["index_digest"]
+    index.update(changes)
+    (path / "checkpoint.json").write_text(json.dumps(index))
+
+
+def edit_step(path: Path) -> None:
+    edit(path, keep_own_digest=True, step=3)
+
+
+def edit_step_of_old(path: Path) -> None:
+    edit(path, keep_own_digest=False, step=3)
+
+
+def edit_digest_of_old(path: Path) -> None:
+    stages = json.loads((path / "checkpoint.json").read_text())["stages"]
+    stages[2]["state_digest"] = "0" * 64
+    edit(path, keep_own_digest=False, stages=stages)
+
+
+DAMAGES = (
+    *(flip_byte, cut_file, drop_file, garble_json, empty_json, garble_header),
+    *(edit_step, edit_step_of_old, edit_digest_of_old),
+)
 VERBS: dict[str, Callable[[Path], tuple[object, ...]]] = {
     "train": lambda out: train_small(out, "--set", "schedule.steps=4"),
     "eval": lambda out: ("eval", out, "--threads", 1),

@@ -81,7 +81,7 @@ def test_sim_takes_keys_of_the_manifest_beside_parameters_of_the_scenario() -> N
         (("--peers", 9, "--peers-per-stage", 3), "contradict"),
         (("--profile", "nowhere.toml"), "nowhere.toml"),
         (("--trace", "nowhere.csv"), "nowhere.csv"),
-        (("--mean-life", "inf"), "mean_life_s"),
+        (("--mean-life", "inf"), "--mean-life"),
     ],
 )
 def test_sim_refuses_what_cannot_be_simulated(arguments: tuple[object, ...], named: str) -> None:

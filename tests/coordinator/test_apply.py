@@ -66,8 +66,10 @@ class Swarm:
     async def carry_out(self) -> asyncio.Task[StepResult]:
         member = self.context.members.get("a")
         assert member is not None
-        prepared = PreparedStage(0, "sum", 1.0, (member,), {("a", "1"): [0]}, ())
+        prepared = PreparedStage(0, "sum", 1.0, (member,), {("a", "1"): [0]}, (), cast(Any, None), 0.0)
+        self.context.prepared = frozenset({member.key})
         self._told.clear()
+        self.context.prepared = frozenset({member.key})
         task = asyncio.create_task(self.applies.carry_out(DECISION, [prepared], checkpoint=False))
         await self._told.wait()
         await asyncio.gather(*self.context.background)
@@ -79,7 +81,9 @@ class Swarm:
         self.context.decided = DECISION
         hearing: asyncio.Task[object] = asyncio.create_task(asyncio.sleep(0, heard))
         other = replace(newcomer, peer_id="b")
-        prepared = PreparedStage(0, "sum", 1.0, (other,), {("b", "1"): [0]}, ((newcomer, hearing),))
+        prepared = PreparedStage(
+            0, "sum", 1.0, (other,), {("b", "1"): [0]}, ((newcomer, hearing),), cast(Any, None), 0.0
+        )
         await self.applies.carry_out(DECISION, [prepared], checkpoint=False)
         await asyncio.gather(*self.context.background)
         member = self.enroll(SIGN)  # sent before it applied the step
@@ -106,6 +110,7 @@ async def shows_up(swarm: Swarm, sign: Enroll) -> None:
 def test_an_answer_that_was_lost_is_made_good_by_a_sign_of_life(tmp_path: Path) -> None:
     async def main() -> StepResult:
         swarm = Swarm(tmp_path, cut)
+        swarm.context.prepared = frozenset({("a", SIGN.incarnation)})
         task = await swarm.carry_out()
         assert not task.done()
         await shows_up(swarm, replace(SIGN, step=4, state_digest="d4"))
@@ -209,3 +214,24 @@ def test_a_newcomer_that_followed_is_known_to_be_at_the_next_step(
         return await Swarm(tmp_path, applied, applied).hear(Prepared(1.0, heard, ""))
 
     assert asyncio.run(main()) == known
+
+
+def test_all_answers_to_a_decision_are_one_commit(tmp_path: Path) -> None:
+    """A commit waits for the disk: one for every peer and step would be seconds in a large swarm."""
+    count = 40
+
+    async def main() -> None:
+        swarm = Swarm(tmp_path, *[applied] * count)
+        first = swarm.enroll(SIGN)
+        members = tuple(replace(first, peer_id=f"peer{number}") for number in range(count))
+        statements: list[str] = []
+        swarm.context.journal._db.set_trace_callback(statements.append)
+        prepared = PreparedStage(0, "sum", 1.0, members, {("peer0", "1"): [0]}, (), cast(Any, None), 0.0)
+        result = await swarm.applies.carry_out(DECISION, [prepared], checkpoint=False)
+        assert result.state_digests == ("d4",)
+        assert swarm.num_told == count
+        assert statements.count("COMMIT") == 1
+        with Journal(tmp_path / "journal.sqlite", read_only=True) as on_disk:
+            assert len(on_disk.replicas()) == count
+
+    asyncio.run(main())

@@ -58,3 +58,22 @@ def test_one_that_failed_is_made_up_for_at_once(failing: Any, lossy: str) -> Non
 def test_where_codecs_remember_there_is_no_checkpoint_but_where_they_forget(codec: str) -> None:
     """One elsewhere would be restored with codecs that know less than those of the run that went on."""
     assert due(codec, failing=write_fails) == [4, 8, 10]
+
+
+def test_training_does_not_wait_for_a_slow_checkpoint_and_makes_up_for_what_was_left_out() -> None:
+    async def main() -> None:
+        manifest = preset("nano", ["schedule.steps=10", "schedule.warmup_steps=1", "checkpoint.every=2"])
+        run, written = Run(bare_context(manifest), cast(Any, None), cast(Any, None), min_peers=1), asyncio.Event()
+
+        async def write() -> bool:
+            await written.wait()
+            return True
+
+        run._writing = asyncio.ensure_future(write())
+        assert not any(run._checkpoint_due(step) for step in range(1, 6))
+        assert run._checkpoint_due(10), "the last one is written whatever it takes"
+        written.set()
+        await asyncio.wait([run._writing])
+        assert run._checkpoint_due(7), "two were left out"
+
+    asyncio.run(main())

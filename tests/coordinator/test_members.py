@@ -83,7 +83,7 @@ def test_who_was_told_to_serve_answers_for_its_work_and_who_had_to_fetch_a_state
 def test_a_sign_that_crossed_an_apply_does_not_take_a_serving_peer_back(before: str) -> None:
     members = Members()
     members.enroll("p", sign(state=before, step=3, digest="x"), now=0.0)
-    members.note_step("p", 4, "y")
+    members.note_step("p", 4, "y", 0.0)
     members.enroll("p", sign(step=3, digest="x"), now=1.0)
     member = members.get("p")
     assert member is not None
@@ -93,7 +93,7 @@ def test_a_sign_that_crossed_an_apply_does_not_take_a_serving_peer_back(before: 
 def test_who_syncs_is_believed_when_it_says_that_it_is_behind() -> None:
     members = Members()
     members.enroll("p", sign(step=3, digest="x"), now=0.0)
-    members.note_step("p", 4, "y")
+    members.note_step("p", 4, "y", 0.0)
     members.enroll("p", sign(state="syncing", step=0), now=1.0)
     member = members.get("p")
     assert member is not None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 from swarmtrain.coordinator.admission import StageBook
+from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.net.errors import LinkClosed
+from swarmtrain.observe.events import Events
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Enroll
 
@@ -31,3 +34,37 @@ def test_doubts_about_peers_that_never_return_are_forgotten() -> None:
         return list(observer._doubts)
 
     assert asyncio.run(main()) == ["peer49"]
+
+
+def test_contributors_that_left_keep_their_names_and_those_who_are_here_say_theirs() -> None:
+    context = bare_context(preset("nano"))
+    context.members.enroll("here", Enroll("run", 1, "serving", "1", 3, "d", 0.0, 0.0, 0.0, 0.0, "new", ""), 0.0)
+    context.tally.resume({"here": 5, "gone": 7, "nameless": 1})
+    context.tally.names = {"here": "old", "gone": "otto"}
+    missing = cast(Any, None)
+    observer = RunObserver(context, missing, missing, invite="", refused={})
+    found = {item["peer"]: (item["name"], item["here"]) for item in observer._contributors(context.members.everybody())}
+    assert found == {"here": ("new", True), "gone": ("otto", False), "nameless": ("", False)}
+    assert context.tally.names["here"] == "old"  # what the journal has: the new name is written with the next step
+
+
+def test_a_broken_link_is_in_doubt_until_the_next_sign_of_life() -> None:
+    sign = Enroll("run", 0, "serving", "1", 3, "d", 0.0, 0.0, 0.0, 0.0, "", "")
+
+    async def main() -> list[float | None]:
+        daemon = CoordinatorDaemon(CoordinatorOptions(preset("nano"), Path()), Events(), cast(Any, None))
+        context = daemon.context = bare_context(preset("nano"))
+        daemon.observer = RunObserver(context, cast(Any, None), cast(Any, None), invite="", refused={})
+        found = []
+        for change in (lambda: None, lambda: daemon._link_closed("a", LinkClosed("cut")), lambda: None):
+            context.members.enroll("a", sign, 0.0)
+            change()
+            member = context.members.get("a")
+            assert member is not None
+            found.append(member.doubted_at)
+        return found
+
+    before, broken, after = asyncio.run(main())
+    assert before is None
+    assert broken is not None
+    assert after is None

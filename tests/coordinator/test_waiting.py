@@ -42,6 +42,9 @@ class Waiting:
             await self._context.notify()
             await asyncio.sleep(0)
 
+    def break_link(self, stage: int) -> None:
+        self._context.members.doubt(f"p{stage}", asyncio.get_running_loop().time())
+
     def said(self) -> list[str]:
         return [type(event).__name__ for event in self.happened]
 
@@ -71,4 +74,32 @@ def test_a_stage_whose_peers_rest_is_waited_for_and_that_is_told_once(
         await asyncio.gather(*tasks, return_exceptions=True)
 
     monkeypatch.setattr(run_module, "WATCH_S", 0.0)
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("doubt_s", [0.0, 1e9])
+def test_a_stage_whose_only_peer_has_lost_its_link_is_waited_for_until_it_calls_again(
+    monkeypatch: pytest.MonkeyPatch, doubt_s: float
+) -> None:
+    """A killed peer is lost after ten seconds; the page must not say "training" so long. A moment is not told."""
+
+    async def main() -> None:
+        waiting = Waiting()
+        await waiting.show(0, "serving")
+        await waiting.show(1, "serving")
+        watching = asyncio.create_task(waiting.run._lost_stage())
+        await waiting.looks()
+        assert waiting.said() == []
+        waiting.break_link(1)
+        await waiting.looks()
+        told = [RunWaits.__name__] if doubt_s == 0.0 else []
+        assert waiting.said() == told
+        await waiting.show(1, "serving")
+        await waiting.looks()
+        assert waiting.said() == [*told, *([RunResumes.__name__] if told else [])]
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    monkeypatch.setattr(run_module, "WATCH_S", 0.0)
+    monkeypatch.setattr(run_module, "DOUBT_S", doubt_s)
     asyncio.run(main())

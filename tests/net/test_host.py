@@ -254,6 +254,8 @@ def test_what_p2pds_death_interrupts_fails_at_once(tmp_path: Path) -> None:
             for task in waiting:
                 with pytest.raises(HostDownError):
                     await asyncio.wait_for(task, 5)
+            await until(lambda: second.is_ready, "it is back")
+            assert await second.is_up()
 
     with socket.socket() as silent:  # takes connections and says nothing
         silent.bind(("127.0.0.1", 0))
@@ -268,7 +270,11 @@ def test_a_p2pd_that_hangs_is_replaced(tmp_path: Path) -> None:
             echo_server(first)
             old_process = second.p2pd_process_id
             assert old_process is not None
+            assert await second.is_up()
             os.kill(old_process, signal.SIGSTOP)
+            async with asyncio.timeout(10):
+                while await second.is_up():  # a moment passes until it has stopped
+                    pass
             await until(lambda: second.p2pd_process_id != old_process, "p2pd was replaced")
             collector = Collector(await second.open(first.peer_id, timeout_s=20))
             await collector.send(b"x")

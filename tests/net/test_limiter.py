@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swarmtrain.errors import UsageError
 from swarmtrain.net.counters import Direction
-from swarmtrain.net.limiter import BURST_S, LOW_SHARE, RateLimiter, Ticket, TokenBucket, parse_rate
+from swarmtrain.net.limiter import BURST_S, LOW_SHARE, RateLimiter, Ticket, TokenBucket
 from swarmtrain.net.outbound import OutboundQueue
 from swarmtrain.wire.limits import Priority
 
@@ -222,22 +222,6 @@ def test_every_ticket_is_granted_exactly_once(rate: float, wishes: list[tuple[Pr
             grant(index)
     time.advance(sum(num_bytes for *_, num_bytes in wishes) / rate + 1.0)
     assert granted == [1] * len(wishes)
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [("20mbit", 2.5e6), ("2.5 MB/s", 2.5e6), ("512KiB", 524288.0), ("1gbit/s", 125e6), ("800kbps", 8e5), ("80b", 80.0)],
-)
-def test_rates_are_read_as_people_write_them(text: str, rate: float) -> None:
-    assert parse_rate(text) == pytest.approx(rate)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "fast", "0mbit", "-5mbit", "5", "5 parsecs", "1e5mb", "9000000gbit", "9" * 400 + "bit"]
-)
-def test_what_is_no_rate_is_a_usage_error(text: str) -> None:
-    with pytest.raises(UsageError):
-        parse_rate(text)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])

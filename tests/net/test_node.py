@@ -19,6 +19,7 @@ from swarmtrain.net.errors import (
     RefusalCode,
 )
 from swarmtrain.net.exchange import Exchange, Handler
+from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.net.node import Node, NodeOptions
 from swarmtrain.net.transport import ByteStream
 from swarmtrain.wire.errors import TooLong
@@ -388,6 +389,9 @@ class SocketNetworkTransport:
         self._others[peer_id].accept(theirs)
         return ours
 
+    async def is_up(self) -> bool:
+        return True
+
     def accept(self, stream: SocketStream) -> None:
         self._accept(stream)
 
@@ -407,5 +411,46 @@ def test_no_descriptor_and_no_task_is_left_after_many_nodes_and_links() -> None:
             assert len(os.listdir("/proc/self/fd")) > before
             await close_all(nodes)
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before, "every socket is closed")
+
+    run(main())
+
+
+def test_a_failure_of_this_ends_own_transport_is_not_held_against_the_peer() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        transport = network.add("a")
+        a, b = Node(transport, REGISTRY, echo, OPTIONS), Node(network.add("b"), REGISTRY, echo, OPTIONS)
+        await a.call("b", Ask(1), 10)
+        assert a.has_link("b")
+        transport.is_away = True
+        a.cut()
+        assert not a.has_link("b")
+        for _ in range(3):
+            with pytest.raises(HostDownError):
+                await a.call("b", Ask(1), 10)
+        transport.is_away = False
+        await a.call("b", Ask(2), 10)  # at once: there is no back-off to wait out
+        await close_all({"a": a, "b": b})
+
+    run(main())
+
+
+def test_a_call_that_breaks_with_this_ends_own_transport_says_so() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        transport, never = network.add("a"), asyncio.Event()
+
+        async def hang(message: Message, exchange: Exchange) -> Message:
+            await never.wait()
+            return message
+
+        a, b = Node(transport, REGISTRY, echo, OPTIONS), Node(network.add("b"), REGISTRY, hang, OPTIONS)
+        calling = asyncio.create_task(a.call("b", Ask(1), 10))
+        await until(lambda: any(link.num_open_calls for link in b.links()), "the call is under way")
+        transport.is_away = True
+        a.cut()
+        with pytest.raises(HostDownError):
+            await calling
+        await close_all({"a": a, "b": b})
 
     run(main())

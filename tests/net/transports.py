@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from swarmtrain.net.errors import NetError
+from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.net.transport import ByteStream, StreamReceiver
 
 
@@ -82,6 +83,10 @@ class MemoryStream:
             self._writer_paused = True
             assert self._receiver is not None
             self._receiver.pause_writing()
+
+    @property
+    def unsent_bytes(self) -> int:
+        return len(self.other._inbox)
 
     def pause_reading(self) -> None:
         self._reading = False
@@ -196,6 +201,10 @@ class SocketStream(asyncio.BufferedProtocol):
         if not self._transport.is_closing():
             self._transport.write(data)
 
+    @property
+    def unsent_bytes(self) -> int:
+        return self._transport.get_write_buffer_size()
+
     def pause_reading(self) -> None:
         self._transport.pause_reading()
 
@@ -242,9 +251,15 @@ class MemoryTransport:
         self.refuses = False  # dials to this peer fail
         self.hangs: asyncio.Event | None = None  # dials to this peer wait for it
         self._accept: Callable[[ByteStream], None] | None = None
+        self.is_away = False
+
+    async def is_up(self) -> bool:
+        return not self.is_away
 
     async def open(self, peer_id: str, *, timeout_s: float) -> ByteStream:
         self.num_dials += 1
+        if self.is_away:
+            raise HostDownError("away")
         target = self._network.transports.get(peer_id)
         if target is None:
             raise NetError(f"no route to {peer_id}")

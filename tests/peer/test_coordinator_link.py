@@ -87,6 +87,9 @@ class Starting:
     def __init__(self, ready_at: int) -> None:
         self.num_asked, self._ready_at = 0, ready_at
 
+    def forgive(self, peer_id: str) -> None:
+        pass
+
     async def call(self, peer_id: str, message: object, *, deadline_s: float, expect: object) -> StageFound:
         self.num_asked += 1
         if self.num_asked < self._ready_at:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from swarmtrain.audit import audit
 from swarmtrain.cli.main import app
-from swarmtrain.coordinator.journal import Decision, Journal, JournalError
+from swarmtrain.coordinator.journal import DATA_DIGEST, Decision, Journal
+from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.errors import ExitCode
 from swarmtrain.net.host_errors import StateDirectoryInUseError
 from swarmtrain.reference import ReferenceTrainer
@@ -27,7 +28,7 @@ from .harness import tiny
 
 MANIFEST = tiny("schedule.steps=3", "model.num_layers=2", "stages.count=2", "batch.microbatches_per_step=2")
 PEERS = (("peerA", "a"), ("peerB", "b"))
-TABLES = ("run", "steps", "entries", "losses", "replicas", "validations", "checkpoints", "log")
+TABLES = ("run", "steps", "entries", "losses", "replicas", "validations", "checkpoints", "names", "log")
 
 
 def decision(manifest: Manifest, step: int) -> Decision:
@@ -58,8 +59,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Journal(directory / "journal.sqlite") as journal:
         journal.set("manifest", MANIFEST.canonical())
         journal.set("term", "1")
+        journal.set(DATA_DIGEST, trainer.source.digest)
         for step in range(3):
-            journal.decide(decision(MANIFEST, step))
+            journal.decide(decision(MANIFEST, step), {"peerA": "anna"} if step == 1 else None)
             for stage, digest in enumerate(digests):
                 for peer in PEERS:
                     journal.note_replica(step + 1, stage, *peer, digest if step == 2 else f"{step}{stage}" * 32)
@@ -187,6 +189,7 @@ def spoil_file_and_index(checkpoint: Path) -> None:
     (index,) = checkpoint.glob("*.json")
     content = json.loads(index.read_text())
     name = "stage-001.safetensors"
+    del content["index_digest"]
     (entry,) = [item for item in content["stages"] if item["file"] == name]
     entry["sha256"] = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
     index.write_text(json.dumps(content))
@@ -204,6 +207,21 @@ def test_an_altered_checkpoint_is_found(books: Path, spoil: Callable[[Path], Non
     found = audit(books)
     assert not found.passed
     assert "checkpoint of step 3" in found.faults[0]
+
+
+def test_a_checkpoint_that_was_trained_on_other_data_is_found(books: Path) -> None:
+    with Journal(books / "journal.sqlite") as journal:
+        journal.set(DATA_DIGEST, "0" * 64)  # as if the run had been begun with other tokens
+    (fault,) = audit(books).faults
+    assert fault == "checkpoint of step 3: it was trained on other data than the journal's"
+
+
+def test_books_of_an_older_version_do_not_know_their_data_and_pass(books: Path) -> None:
+    (checkpoint,) = (books / "checkpoints").glob("step-*")
+    index = json.loads((checkpoint / "checkpoint.json").read_text())
+    del index["index_digest"], index["data_digest"]
+    (checkpoint / "checkpoint.json").write_text(json.dumps(index))
+    assert audit(books).passed
 
 
 def test_a_failed_audit_has_the_exit_code_of_divergence_and_says_what_is_wrong(books: Path) -> None:

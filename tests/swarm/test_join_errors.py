@@ -53,7 +53,7 @@ def test_an_unreachable_bootstrap_peer_is_named(swarm: Swarm, tmp_path: Path) ->
         closed.bind(("127.0.0.1", 0))
         nobody = f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}/p2p/{swarm.peers[0].status()['peer']}"
         invite = Invite("0123456789abcdef", bytes(32), (nobody,)).text()
-        code, line = failed_join(swarm, invite, "--stage", "0", "--state-dir", str(tmp_path))
+        code, line = failed_join(swarm, invite, "--stage", "0", "--state-dir", str(tmp_path), "--find-timeout", "0.1")
     assert code == ExitCode.UNREACHABLE
     assert nobody.split("/")[4] in line
 

@@ -1,0 +1,71 @@
+"""The files of a journal: one writer at a time, and a writer that notices when they are taken away from under it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.net.host_errors import StateDirectoryInUseError
+
+
+class JournalError(SwarmtrainError):
+    """The journal is damaged, in use, or of another run."""
+
+    error_id = "ST-JOURNAL"
+    exit_code = ExitCode.FILES
+
+
+class JournalGone(JournalError):
+    """The journal's files were removed or replaced while they were open: what is written now is lost when it ends."""
+
+    error_id = "ST-JOURNAL-GONE"
+
+
+class JournalFiles:
+    """The files of a journal that this process writes. Keeps other writers away until it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = _lock(path)
+        self._opened: tuple[tuple[int, int], ...] = ()
+
+    def note(self) -> None:
+        """SQLite has opened them."""
+        self._opened = self._found()
+
+    def check(self) -> None:
+        """JournalGone if the files that are open are not those at the journal's path any more."""
+        if self._found() != self._opened:
+            raise JournalGone(
+                f"the journal {self._path} was removed or replaced while the coordinator was running",
+                fix="put its state directory back, or a copy of it, and start again; peers keep their states and wait",
+            )
+
+    def close(self) -> None:
+        """Let others write."""
+        self._lock.close()
+
+    def _found(self) -> tuple[tuple[int, int], ...]:
+        """Which files lie there: SQLite's own, and the log in which what is committed lies first. Empty: not both."""
+        try:
+            found = [os.stat(name) for name in (self._path, f"{self._path}-wal")]
+        except OSError:
+            return ()
+        return tuple((status.st_dev, status.st_ino) for status in found)
+
+
+def _lock(path: Path) -> IO[bytes]:
+    """Keep other writers away until the file that is returned is closed."""
+    try:
+        file = path.with_suffix(".lock").open("ab")
+    except OSError as error:
+        raise JournalError(f"cannot open the journal {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise StateDirectoryInUseError(path.parent, "") from error
+    return file

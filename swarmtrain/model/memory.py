@@ -1,0 +1,31 @@
+"""How much memory there is, and an error for people where a model needs more: the kernel would kill, or torch trace."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from swarmtrain.errors import HardwareError
+
+
+def free_bytes(device: torch.device | str = "cpu") -> int:
+    """What can be allocated on a device without taking it from anybody."""
+    if torch.device(device).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return int(psutil.virtual_memory().available)
+
+
+def check_memory(needed_bytes: int, what: str) -> None:
+    """HardwareError if `what` (as in "the state of stage 3") needs more than this machine has free, swap included."""
+    available = free_bytes() + int(psutil.swap_memory().free)
+    if needed_bytes > available:
+        raise does_not_fit(needed_bytes, what, available)
+
+
+def does_not_fit(needed_bytes: int, what: str, available_bytes: int) -> HardwareError:
+    """The error that says what is needed and what there is."""
+    return HardwareError(
+        f"{what} needs about {needed_bytes / 1e9:.1f} GB of memory, there are {available_bytes / 1e9:.1f} GB",
+        fix="free memory, take a larger machine, or a smaller model (`swarmtrain plan` says what each stage needs)",
+    )

@@ -1,0 +1,72 @@
+"""Numbers as people write them: sizes, rates, durations, and the bounds within which a number makes sense.
+
+Whatever is not such a number, or is one that no machine has (negative, infinite, not a number), is a `UsageError` that
+says how to write it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from swarmtrain.errors import UsageError
+
+MAX_BYTES = 1 << 60  # no machine has more
+MAX_RATE = 1e12  # bytes per second that a cap may name; what is announced must fit a message
+MAX_DURATION_S = 366 * 86400.0
+
+_AMOUNT = re.compile(
+    r"(?P<number>(\d{1,30}\.?\d{0,30}|\.\d{1,30})(e\+?\d{1,2})?)\s*(?P<unit>[a-z]*)", re.IGNORECASE | re.ASCII
+)
+_RATE = re.compile(r"(?P<number>\d{1,30}(\.\d{1,30})?)\s*(?P<unit>[a-z]+?)(ps|/s)?", re.IGNORECASE | re.ASCII)
+
+_SIZES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_BINARY_SIZES = {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
+_BITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `8GB`, `500MB`, `2GiB`, or plain bytes; may be 0."""
+    fix = "write it as 8GB, 500MB or 2GiB"
+    num_bytes = _amount(text, _AMOUNT, {**_SIZES, **_BINARY_SIZES}, "a size", fix)
+    if num_bytes > MAX_BYTES:
+        raise UsageError(f"{text[:40]!r} is more than any machine has", fix=fix)
+    return int(num_bytes)
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second of a rate such as "20mbit", "2.5 MB/s" or "512KiB"; above 0."""
+    fix = "write it as 20mbit, 2.5MB/s or 512KiB/s"
+    units = {name: factor for name, factor in {**_BITS, **_SIZES, **_BINARY_SIZES}.items() if name}
+    rate = _amount(text, _RATE, units, "a rate", fix)
+    if rate <= 0.0:
+        raise UsageError(f"{text[:40]!r} is not a rate", fix=fix)
+    if rate > MAX_RATE:
+        raise UsageError(
+            f"{text[:40]!r} is more than any line carries", fix="leave the option out: then there is no cap"
+        )
+    return rate
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `15s`, `500ms`, `2min`, `1h`, or plain seconds; above 0."""
+    fix = "write it as 15s, 2min or 1h"
+    seconds = _amount(text, _AMOUNT, _SECONDS, "a time", fix)
+    if not 0.0 < seconds <= MAX_DURATION_S:
+        raise UsageError(f"{text[:40]!r} is not a time above zero and below a year", fix=fix)
+    return seconds
+
+
+def check_between(what: str, value: float, low: float, high: float) -> None:
+    """`UsageError` unless `value` lies from `low` to `high`; NaN never does."""
+    if not low <= value <= high:
+        raise UsageError(f"{what} is {str(value)[:40]}; it must be from {low} to {high}")
+
+
+def _amount(text: str, form: re.Pattern[str], units: Mapping[str, float], noun: str, fix: str) -> float:
+    match = form.fullmatch(text.strip())
+    factor = units.get(match["unit"].lower()) if match is not None else None
+    if match is None or factor is None:
+        raise UsageError(f"{text[:40]!r} is not {noun}", fix=fix)
+    return float(match["number"]) * factor

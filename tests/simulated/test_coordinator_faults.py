@@ -1,0 +1,184 @@
+"""What happens to the coordinator, and around it, must not cost the run what its peers still have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from swarmtrain.net.host_errors import BootstrapError
+from swarmtrain.run.manifest import Manifest
+from swarmtrain.run.presets import preset
+from swarmtrain.simulated.judge import References, judge
+from swarmtrain.simulated.schedule import TINY
+from swarmtrain.simulated.swarm import Life, SimulatedSwarm
+
+REFERENCES = References()
+
+
+def tiny(**overrides: object) -> Manifest:
+    """A run of two stages; names with two underscores for dots."""
+    wanted: dict[str, object] = {
+        "stages__count": 2,
+        "model__num_layers": 2,
+        "batch__microbatches_per_step": 4,
+        "schedule__steps": 5,
+        "checkpoint__every": 0,
+        **overrides,
+    }
+    return preset("nano", [*TINY, *(f"{name.replace('__', '.')}={value}" for name, value in wanted.items())])
+
+
+@contextmanager
+def swarm_of(manifest: Manifest, root: Path, *, seed: str = "1") -> Iterator[SimulatedSwarm]:
+    """Ends in the reference's bits with books that balance, or the test fails."""
+    with SimulatedSwarm(manifest, seed=seed, root=root) as swarm:
+        yield swarm
+        swarm.run_to_end()
+        assert judge(swarm, REFERENCES(manifest)) == []
+
+
+def never_went_back(swarm: SimulatedSwarm) -> bool:
+    return not swarm.happened("run_rolled_back")
+
+
+def all_leased(swarm: SimulatedSwarm, step: int) -> bool:
+    """Whether all microbatches of a step were answered, and its stages are about to be prepared."""
+    context = swarm.coordinator.daemon.context
+    return context.step == step and context.books is not None and len(context.books.losses) == 4
+
+
+def block(swarm: SimulatedSwarm, one: Life, other: Life, *, blocked: bool = True) -> None:
+    """Nothing passes between two machines."""
+    for source, target in ((one, other), (other, one)):
+        swarm.network.block(source.name, target.name, blocked)
+
+
+@pytest.mark.parametrize("power_loss", [False, True])
+def test_a_stage_whose_sum_died_with_its_holders_is_prepared_again_before_the_decision(
+    tmp_path: Path, *, power_loss: bool
+) -> None:
+    with swarm_of(tiny(), tmp_path) as swarm:
+        swarm.start(num_peers=3)
+        holder, last, other = swarm.peers  # of stages 0, 1 and 0
+        coordinator = swarm.coordinator
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        block(swarm, coordinator, other)
+        swarm.until(lambda: all_leased(swarm, 2), "a step is about to be prepared")
+        last.machine.hangs = True
+        swarm.until(lambda: coordinator.has("stage_prepared", step=2, stage=0), "stage 0 has its sum")
+        assert coordinator.has("peer_lost", peer=other.peer_id)  # it has no part in that
+        block(swarm, coordinator, other, blocked=False)
+        swarm.until(lambda: len(list(coordinator.said("peer_joined", peer=other.peer_id))) == 2, "it is back")
+        assert other.daemon.settled.step == 2
+        holder.kill(power_loss=power_loss)
+        swarm.run_for(2.5)  # longer than an answer counts without being asked again
+        last.machine.release_device()
+        swarm.until(lambda: swarm.step >= 3, "the step is applied")
+        assert len(list(coordinator.said("stage_prepared", step=2, stage=0))) == 2
+        assert never_went_back(swarm)
+
+
+def reroutes(life: Life) -> dict[str, int]:
+    """Calls of the next stage that went elsewhere, by cause."""
+    daemon = life.daemon
+    dispatcher = daemon.context.dispatcher if life.stage < 0 else daemon.settled.dispatcher
+    return dict(dispatcher.counters.rerouted)
+
+
+@pytest.mark.parametrize("moment", ["leasing", "preparing"])
+def test_nobody_is_lost_when_it_is_the_coordinators_own_transport_that_is_away(tmp_path: Path, moment: str) -> None:
+    with swarm_of(tiny(), tmp_path) as swarm:
+        swarm.start(num_peers=4)
+        coordinator = swarm.coordinator
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        if moment == "preparing":
+            swarm.until(lambda: all_leased(swarm, 2), "a step is about to be prepared")
+        host = coordinator.process.host
+        assert host is not None
+        coordinator.process.call_soon(host.fail)
+        swarm.run_for(25.0)  # longer than a peer may be silent, and longer than a dial takes
+        assert swarm.step == 2
+        coordinator.process.call_soon(host.recover)
+        swarm.until(lambda: swarm.step >= 4, "the run goes on", limit_s=30.0)
+        assert not coordinator.has("peer_lost")
+        assert set(reroutes(coordinator)) <= {"own-transport", "busy", "elsewhere"}
+
+
+def test_a_peer_does_not_shun_its_neighbours_when_its_own_transport_was_away(tmp_path: Path) -> None:
+    with swarm_of(tiny(schedule__steps=12), tmp_path) as swarm:
+        swarm.start(num_peers=3)  # two of stage 0, one of stage 1
+        first = swarm.peers[0]
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        sent = first.daemon.settled.dispatcher.counters.sent
+        swarm.until(lambda: first.daemon.settled.dispatcher.counters.sent > sent, "it has called the next stage")
+        host = first.process.host
+        assert host is not None
+        first.process.call_soon(host.fail)
+        swarm.run_for(1.0)
+        first.process.call_soon(host.recover)
+        swarm.until(lambda: swarm.step >= 4, "the run goes on")
+        causes = reroutes(first)
+        assert causes.get("own-transport"), causes
+        assert not {"failed", "unreachable", "timeout"} & set(causes), causes
+
+
+@pytest.mark.parametrize("phase", ["", "network"])
+def test_a_peer_that_starts_while_the_coordinator_is_away_waits_for_it_and_says_so(tmp_path: Path, phase: str) -> None:
+    """Without a phase, nobody of its invite answers; in the other case they do, and no coordinator is there."""
+    with swarm_of(tiny(), tmp_path) as swarm:
+        swarm.start_coordinator(min_peers=3)
+        for stage in (0, 1):
+            swarm.start_peer(f"peer{stage}", stage)
+        swarm.until(lambda: len(swarm.serving()) == 2, "two of three serve")
+        if not phase:
+            swarm.coordinator.kill()
+        newcomer = swarm.start_peer("newcomer", 0)
+        if phase:
+            swarm.until(lambda: newcomer.has("phase_reached", phase=phase), "it is in the network")
+            swarm.coordinator.kill()
+        swarm.run_for(150.0)
+        assert newcomer.is_running
+        waits = list(newcomer.said("phase_reached", phase="waiting"))
+        assert 1 <= len(waits) <= 10, waits
+        swarm.start_coordinator(min_peers=3)
+        swarm.until(lambda: newcomer.has("phase_reached", phase="manifest"), "it has found the run")
+        assert not newcomer.errors
+
+
+def test_a_peer_gives_up_looking_for_its_run_when_it_was_told_for_how_long(tmp_path: Path) -> None:
+    with swarm_of(tiny(), tmp_path) as swarm:
+        swarm.start(num_peers=2)
+        swarm.coordinator.kill()
+        newcomer = swarm.start_peer("newcomer", 0, find_s=30.0)
+        began = swarm.now
+        swarm.until(lambda: not newcomer.is_running, "it gives up")
+        assert 15.0 < swarm.now - began < 45.0
+        assert isinstance(newcomer.errors[0], BootstrapError)
+        swarm.start_coordinator()
+
+
+def test_training_does_not_wait_for_a_slow_checkpoint(tmp_path: Path) -> None:
+    with swarm_of(tiny(schedule__steps=60, checkpoint__every=1), tmp_path) as swarm:
+        swarm.start(num_peers=2)
+        coordinator = swarm.coordinator
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        for peer in swarm.peers:
+            peer.machine.speed = 0.05  # a step takes seconds
+        coordinator.machine.disk_s = (
+            45.0  # a state is often written for longer than peers keep a copy that nobody asks for
+        )
+        swarm.run_for(5.0)
+        began, step = swarm.now, swarm.step
+        count = len(list(coordinator.said("checkpoint_written")))
+        swarm.until(lambda: len(list(coordinator.said("checkpoint_written"))) > count, "one is written all the same")
+        assert swarm.now - began > 60.0
+        assert swarm.step - step > (swarm.now - began) / 10.0, "training has waited for it"
+        coordinator.machine.disk_s = 0.01
+        for peer in swarm.peers:
+            peer.machine.speed = 4.0
+        failures = list(coordinator.said("checkpoint_failed"))
+        assert failures
+        assert all("left out" in failure.reason for failure in failures), failures
