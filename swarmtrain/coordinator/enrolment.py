@@ -32,6 +32,7 @@ class Enrolment:
             raise Refusal(Code.WRONG_RUN, f"this is run {context.run_id}")
         if sign.stage >= context.manifest.stages.count:
             raise Refusal(Code.WRONG_STAGE, f"the run has stages 0 to {context.manifest.stages.count - 1}")
+        context.heard(peer_id)
         if sign.state == "gone":
             await self._left(peer_id)
             return Enrolled(context.term, context.step, Verdict.LEAVE, "", 0, "", ())
@@ -89,4 +90,6 @@ class Enrolment:
     async def _left(self, peer_id: str) -> None:
         member = self._context.members.get(peer_id)
         if member is not None:
-            await self._context.lose(member, "it has left")
+            await self._context.lose(member, "it has left", has_left=True)
+        else:
+            await self._context.notify()

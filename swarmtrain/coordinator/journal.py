@@ -233,6 +233,11 @@ class Journal:
         self.flush()
         return self._db.execute("SELECT step, stage, peer, state_digest FROM replicas ORDER BY step, stage").fetchall()
 
+    def peers_since(self, step: int) -> list[str]:
+        """Peers that have reported a state after `step` applied steps or later."""
+        rows = self._db.execute("SELECT DISTINCT peer FROM replicas WHERE step >= ? ORDER BY peer", (step,))
+        return [str(row[0]) for row in rows]
+
     def checkpoints(self) -> list[tuple[int, str, list[str]]]:
         """(step, path, state digests) of every checkpoint."""
         rows = self._db.execute("SELECT step, path, stages FROM checkpoints ORDER BY step").fetchall()
