@@ -128,7 +128,7 @@ class Run:
         context.events.emit(RunRolledBack(stage, context.step, step))
         context.books = context.decided = None
         context.prepared = frozenset()
-        context.term += 1
+        context.term = context.valid_from = context.term + 1
         context.journal.set("term", str(context.term))
         context.journal.roll_back(step)
         context.tally.resume(context.journal.contributions())
