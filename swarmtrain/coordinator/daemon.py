@@ -27,6 +27,7 @@ from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.apply import Applies
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.election import elected, electorate
 from swarmtrain.coordinator.enrolment import Enrolment
 from swarmtrain.coordinator.journal import DATA_DIGEST, Journal
 from swarmtrain.coordinator.journal_files import JournalError
@@ -248,10 +249,16 @@ class CoordinatorDaemon:
         context = self.context
         context.step = self.journal.num_steps()
         context.decided = self.journal.last_decision()
-        digests = self.journal.state_digests(context.step)
+        before, after = (self.journal.replica_digests(step) for step in (context.step - 1, context.step))
         for stage, book in enumerate(context.stages):
-            book.digest = digests.get(stage, "")
             book.checkpoint = self.checkpoints.offer(stage)
+            if context.decided is not None:
+                book.since = context.decided.term
+                book.voters = electorate(before.get(stage, {}), context.decided.entries.get(stage, {}))
+                book.votes = after.get(stage, {})
+                book.digest = elected(book.votes, book.voters, is_final=False)
+            if book.checkpoint is not None and book.checkpoint.step == context.step:
+                book.digest = book.checkpoint.digest
         if context.step:
             context.tally.resume(self.journal.contributions())
             context.tally.names = self.journal.names()
