@@ -13,6 +13,7 @@ from swarmtrain.coordinator.admission import StageBook, Standing
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member, Members
+from swarmtrain.coordinator.rivals import Known
 from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.net.calls import OnProgress
@@ -41,6 +42,7 @@ class RunContext:
     journal: Journal
     sampler: Sampler
     events: Events
+    valid_from: int = 0  # the term in which the run went back for the last time, as far as the journal knows
     step: int = 0  # applied steps
     decided: Decision | None = None  # the last decision; being carried out while its step is `step`
     prepared: frozenset[tuple[str, str]] = frozenset()  # who holds the sums of the last decision
@@ -60,6 +62,12 @@ class RunContext:
         """Where the run stands, for judging peers."""
         decided = self.decided.step if self.decided is not None else None
         return Standing(self.step, decided, self.prepared, self.is_over)
+
+    @property
+    def known(self) -> Known:
+        """What the journal holds."""
+        decided = self.decided.step + 1 if self.decided is not None else 0
+        return Known(self.valid_from, max(self.step, decided))
 
     def in_background(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         """Do `work` whether or not anybody waits for it."""
