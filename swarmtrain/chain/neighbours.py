@@ -47,6 +47,7 @@ class PeerRecord:
     served_s: float = 0.0  # for how long it has been serving this stage
     download_s: float = 0.0  # what fetching this stage's state took
     down_bytes_per_s: float = 0.0
+    state_term: int = 0  # the coordinator's term in which it came to its state
 
     def as_value(self) -> dict[str, Any]:
         """The directory's form, short keys for small records."""
@@ -65,6 +66,7 @@ class PeerRecord:
             "n": round(self.served_s, 1),
             "d": round(self.download_s, 1),
             "w": round(self.down_bytes_per_s),
+            "e": self.state_term,
         }
 
     @classmethod
@@ -88,6 +90,7 @@ class PeerRecord:
                 served_s=_amount(value["n"]),
                 download_s=_amount(value["d"]),
                 down_bytes_per_s=_amount(value["w"]),
+                state_term=_count(value["e"]),
             )
         except (KeyError, ValueError):
             return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from swarmtrain.coordinator.members import Member, Members
 from swarmtrain.wire.messages import STALLED, Verdict
@@ -35,6 +36,9 @@ class StageBook:
     """What is known of one stage's states."""
 
     digest: str = ""  # of the state at the run's current step; empty at step 0, where it follows from the seed
+    since: int = 0  # the term of the decision that led to it: a state of an earlier term is one that was taken back
+    voters: frozenset[tuple[str, str]] = frozenset()  # while the digest is not known after a restart: who must know it
+    votes: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and what the journal has of them
     snapshot: StateOffer | None = None  # kept by serving peers for newcomers
     checkpoint: StateOffer | None = None  # kept by the coordinator itself
 
@@ -97,9 +101,11 @@ def judge(member: Member, members: Members, run: Standing, book: StageBook) -> A
 
 
 def has_state(member: Member, step: int, book: StageBook) -> bool:
-    """Whether the peer's state is the run's. A digest that nobody has reported since the restart is not held against
-    it: the stage's digest is then what most of its peers have."""
-    return member.step == step and (step == 0 or book.digest in ("", member.state_digest))
+    """Whether the peer's state is the run's. While a restarted coordinator does not know the digest, it may be: what
+    most of its stage's peers have will count. Not one of a history that was taken back."""
+    if member.step != step or step == 0:
+        return member.step == step
+    return member.state_digest == book.digest if book.digest else member.state_term >= book.since
 
 
 def _judge_newcomer(member: Member, members: Members, run: Standing, book: StageBook) -> Answer:

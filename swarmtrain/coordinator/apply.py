@@ -209,6 +209,12 @@ class Applies:
         await asyncio.gather(*(self._diverged(peer_id, stage, step) for peer_id in others))
         return majority
 
+    async def turn_away(self, stage: int, step: int, digest: str) -> None:
+        """Peers of a stage that have another state at `step` than the one that counts must fetch it."""
+        there = self._context.members.of_stage(stage, *_HOLDS_STATE)
+        others = [member.peer_id for member in there if member.step == step and member.state_digest != digest]
+        await asyncio.gather(*(self._diverged(peer_id, stage, step) for peer_id in others))
+
     async def _diverged(self, peer_id: str, stage: int, step: int) -> None:
         """Nothing of the next step may go through this peer: what it computes would be in other stages' gradients.
 

@@ -13,6 +13,7 @@ from swarmtrain.coordinator.admission import StageBook, Standing
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member, Members
+from swarmtrain.coordinator.rivals import Known
 from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.net.calls import OnProgress
@@ -26,6 +27,7 @@ from swarmtrain.wire.schema import Message
 log = logging.getLogger(__name__)
 
 OWN_OUTAGE_S = 0.25  # between attempts while this host's own transport is away
+MISSED_S = 30.0  # a peer that has been silent for longer is not expected any more
 
 
 @dataclass
@@ -40,6 +42,7 @@ class RunContext:
     journal: Journal
     sampler: Sampler
     events: Events
+    valid_from: int = 0  # the term in which the run went back for the last time, as far as the journal knows
     step: int = 0  # applied steps
     decided: Decision | None = None  # the last decision; being carried out while its step is `step`
     prepared: frozenset[tuple[str, str]] = frozenset()  # who holds the sums of the last decision
@@ -52,12 +55,19 @@ class RunContext:
     faults: Faults = field(default_factory=Faults)
     tally: Tally = field(default_factory=Tally)
     waits_for: str = ""  # why nothing goes on, or empty
+    _missed: dict[str, float] = field(default_factory=dict)  # peer: when
 
     @property
     def standing(self) -> Standing:
         """Where the run stands, for judging peers."""
         decided = self.decided.step if self.decided is not None else None
         return Standing(self.step, decided, self.prepared, self.is_over)
+
+    @property
+    def known(self) -> Known:
+        """What the journal holds."""
+        decided = self.decided.step + 1 if self.decided is not None else 0
+        return Known(self.valid_from, max(self.step, decided))
 
     def in_background(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         """Do `work` whether or not anybody waits for it."""
@@ -106,12 +116,31 @@ class RunContext:
         current = self.members.get(member.peer_id)
         return current is not None and current.key == member.key and current.answers
 
-    async def lose(self, member: Member, reason: str, *, must_sync: bool = False) -> None:
-        """A peer is gone, or (`must_sync`) of no use in this step: forget it, and void what only it had."""
+    async def lose(self, member: Member, reason: str, *, must_sync: bool = False, has_left: bool = False) -> None:
+        """A peer is gone (`has_left`: it said so), or (`must_sync`) of no use in this step: forget it, and void what
+        only it had."""
         current = self.members.get(member.peer_id)
         if current is not None and current.incarnation == member.incarnation:
             self.members.remove(member.peer_id, excluded_at=self.step if must_sync else None)
             self.events.emit(PeerLost(member.peer_id, member.stage, reason))
+            if not has_left:
+                self.missed(member.peer_id)
         if self.books is not None:
             self.books.lose(member.stage, member.key)
         await self.notify()
+
+    def missed(self, peer_id: str) -> None:
+        """A peer could not be reached, or was given up: it may not know how the run stands."""
+        now = asyncio.get_running_loop().time()
+        self._missed = {peer: at for peer, at in self._missed.items() if now - at < MISSED_S}
+        self._missed[peer_id] = now
+
+    def heard(self, peer_id: str) -> None:
+        """A peer is told how the run stands, or has gone."""
+        self._missed.pop(peer_id, None)
+
+    @property
+    def lately_missed(self) -> set[str]:
+        """Peers that were there a moment ago, and may be back any moment."""
+        now = asyncio.get_running_loop().time()
+        return {peer_id for peer_id, at in self._missed.items() if now - at < MISSED_S}

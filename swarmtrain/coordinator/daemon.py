@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from swarmtrain import world
 from swarmtrain.boundary import codec_pair
 from swarmtrain.chain.claim import Claim
 from swarmtrain.chain.dispatch import Dispatcher
@@ -26,12 +27,13 @@ from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.apply import Applies
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.election import elected, electorate
 from swarmtrain.coordinator.enrolment import Enrolment
 from swarmtrain.coordinator.journal import DATA_DIGEST, Journal
 from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
-from swarmtrain.coordinator.rivals import check_running, check_start
+from swarmtrain.coordinator.rivals import Known, check_running, next_term
 from swarmtrain.coordinator.run import Run
 from swarmtrain.coordinator.web import page_routes
 from swarmtrain.data.sampler import Sampler
@@ -71,6 +73,7 @@ ANNOUNCE_S = 10.0
 RECORD_LIFE_S = 45.0
 JOURNAL_S = 2.0  # between looks whether the journal is still there; each write looks as well
 STARTING_S = 0.5  # when to ask a coordinator again that knows no answer yet
+LINGER_S = 5.0  # how long a run that is complete waits for peers that it has lost a moment ago
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class CoordinatorDaemon:
         self._stopping = asyncio.Event()
         self.invite: Invite | None = None
         self.refused: Counter[str] = Counter()  # by code
+        self._life = world.token_hex(4)
         self._is_open = False  # until then nothing is known of the run
 
     def stop(self) -> None:
@@ -127,7 +131,6 @@ class CoordinatorDaemon:
             async with asyncio.TaskGroup() as tasks:
                 helpers = [
                     tasks.create_task(self._announce(directory, host)),
-                    tasks.create_task(self._watch_rivals(directory)),
                     tasks.create_task(self._watch_journal()),
                     tasks.create_task(self.enrolment.watch()),
                     tasks.create_task(self._observed.watch()),
@@ -198,8 +201,10 @@ class CoordinatorDaemon:
 
     async def _take_term(self, directory: Directory, host: NetworkHost) -> None:
         """The next one; noted only if nobody coordinates under it or a later one: trying again changes nothing."""
-        self.term = int(self.journal.get("term") or 0) + 1
-        await check_start(directory, Claim(self.term, self.journal.num_steps(), host.peer_id))
+        known = Known(int(self.journal.get("term") or 0), self.journal.num_steps())
+        self.journal_term = known.term
+        own = Claim(known.term + 1, known.num_steps, host.peer_id, self._life)
+        self.term = await next_term(directory, own, known, self.options.manifest.stages.count)
         self.journal.set("term", str(self.term))
 
     def _build(self, stack: contextlib.AsyncExitStack, host: NetworkHost, node: Node, directory: Directory) -> None:
@@ -212,6 +217,7 @@ class CoordinatorDaemon:
             manifest=manifest,
             run_id=self.run_id,
             term=self.term,
+            valid_from=self.journal_term,
             node=node,
             dispatcher=Dispatcher(node, neighbours),
             journal=self.journal,
@@ -244,10 +250,18 @@ class CoordinatorDaemon:
         context = self.context
         context.step = self.journal.num_steps()
         context.decided = self.journal.last_decision()
-        digests = self.journal.state_digests(context.step)
+        before, after = (self.journal.replica_digests(step) for step in (context.step - 1, context.step))
         for stage, book in enumerate(context.stages):
-            book.digest = digests.get(stage, "")
             book.checkpoint = self.checkpoints.offer(stage)
+            if context.decided is not None:
+                book.since = context.decided.term
+                book.voters = electorate(before.get(stage, {}), context.decided.entries.get(stage, {}))
+                book.votes = after.get(stage, {})
+                book.digest = elected(book.votes, book.voters, is_final=False)
+            if book.checkpoint is not None and book.checkpoint.step == context.step:
+                book.digest = book.checkpoint.digest
+        for peer_id in self.journal.peers_since(context.step - 1):
+            context.missed(peer_id)
         if context.step:
             context.tally.resume(self.journal.contributions())
             context.tally.names = self.journal.names()
@@ -281,9 +295,12 @@ class CoordinatorDaemon:
         raise Refusal(Code.UNKNOWN, f"a coordinator does not answer {message.wire.kind}")
 
     async def _announce(self, directory: Directory, host: NetworkHost) -> None:
+        """A coordinator that was replaced ends. It looks before it announces itself again: of two processes with one
+        identity, the directory shows the record of the one that has spoken last."""
         while True:
             await self._announce_once(directory, host)
             await asyncio.sleep(ANNOUNCE_S)
+            await check_running(directory, self._claim())
 
     async def _announce_once(self, directory: Directory, host: NetworkHost) -> None:
         value = {**self._claim().as_value(), "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
@@ -295,13 +312,7 @@ class CoordinatorDaemon:
             log.warning("cannot announce the coordinator: %s", error)
 
     def _claim(self) -> Claim:
-        return Claim(self.context.term, self.context.step, self.context.node.peer_id)
-
-    async def _watch_rivals(self, directory: Directory) -> None:
-        """A coordinator that was replaced ends."""
-        while True:
-            await asyncio.sleep(ANNOUNCE_S)
-            await check_running(directory, self._claim())
+        return Claim(self.context.term, self.context.step, self.context.node.peer_id, self._life)
 
     async def _watch_journal(self) -> None:
         """A coordinator without a journal ends: nothing that it decides could be found again."""
@@ -323,17 +334,23 @@ class CoordinatorDaemon:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def _say_goodbye(self, directory: Directory, host: NetworkHost) -> None:
-        """Tell everybody that the run is complete; who cannot be reached now finds it in the directory."""
+        """Tell everybody that the run is complete. Who was lost a moment ago is waited for: it calls, if it is there at
+        all, and when everybody else has gone nobody could tell it any more."""
         if not self.context.is_over:
             return
         await self._announce_once(directory, host)
         message = Leave(self.context.run_id, self.context.term, "the run is complete")
 
         async def tell(peer_id: str) -> None:
-            with contextlib.suppress(NetError):
+            try:
                 await self.context.node.call(peer_id, message, deadline_s=5.0, expect=Acknowledged)
+            except NetError:
+                self.context.missed(peer_id)
 
         await asyncio.gather(*(tell(member.peer_id) for member in self.context.members.everybody()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await self.context.wait_for(lambda: not self.context.lately_missed)
 
     async def _control(self, stack: contextlib.AsyncExitStack) -> None:
         commands = {"status": self._status, "stop": self._asked}

@@ -9,12 +9,15 @@ from swarmtrain import world
 from swarmtrain.coordinator.admission import judge, some_donors
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
+from swarmtrain.coordinator.rivals import HOLDS_STATE, check_peers
 from swarmtrain.net.errors import Refusal
 from swarmtrain.observe import word
 from swarmtrain.observe.events import PeerJoined, PeerLost
 from swarmtrain.wire.messages import STALLED, Code, Enroll, Enrolled, Verdict
 
 WATCH_S = 1.0
+FURTHER_S = 4.0  # so long others may come and say what they have, before the journal is found to be old
+MAX_FURTHER = 4096
 
 
 class Enrolment:
@@ -24,6 +27,8 @@ class Enrolment:
         """`tell_decision` is called with every peer that may not have heard of the last decision."""
         self._context, self._tell_decision = context, tell_decision
         self._rng = world.random()
+        self._further: dict[str, tuple[int, int]] = {}  # term and step of peers that are further than the journal
+        self._further_since = 0.0
 
     async def enroll(self, sign: Enroll, peer_id: str) -> Enrolled:
         """Note a sign of life; tell the peer what to do."""
@@ -32,9 +37,11 @@ class Enrolment:
             raise Refusal(Code.WRONG_RUN, f"this is run {context.run_id}")
         if sign.stage >= context.manifest.stages.count:
             raise Refusal(Code.WRONG_STAGE, f"the run has stages 0 to {context.manifest.stages.count - 1}")
+        context.heard(peer_id)
         if sign.state == "gone":
             await self._left(peer_id)
             return Enrolled(context.term, context.step, Verdict.LEAVE, "", 0, "", ())
+        self._check_not_further(sign, peer_id)
         former = context.members.get(peer_id)
         restarted = context.members.enroll(peer_id, sign, asyncio.get_running_loop().time())
         if restarted is not None:
@@ -65,6 +72,24 @@ class Enrolment:
             donors=some_donors(offer.donors, self._rng) if offer else (),
         )
 
+    def _check_not_further(self, sign: Enroll, peer_id: str) -> None:
+        """A peer that has seen steps which the journal does not know must not lose them: it is told nothing."""
+        known = self._context.known
+        if sign.state not in HOLDS_STATE or not known.is_behind(sign.state_term, sign.step):
+            self._further.pop(peer_id, None)
+            return
+        if not self._further:
+            self._further_since = asyncio.get_running_loop().time()
+        if len(self._further) < MAX_FURTHER:
+            self._further[peer_id] = (sign.state_term, sign.step)
+        raise Refusal(Code.NOT_SERVING, f"the journal here ends at step {known.num_steps}: it is an old copy", 1.0)
+
+    def _check_journal(self) -> None:
+        """StaleJournal if most of those who have come know more than the journal."""
+        if self._further and asyncio.get_running_loop().time() - self._further_since > FURTHER_S:
+            here = [m for m in self._context.members.everybody() if m.state in HOLDS_STATE]
+            check_peers(self._context.known, [*self._further.values(), *((0, member.step) for member in here)])
+
     def _why_no_work(self, member: Member) -> str:
         """For a serving peer: what keeps work from it, as far as it is known here."""
         context = self._context
@@ -76,6 +101,7 @@ class Enrolment:
         """Peers without a sign of life are lost. Runs until it is cancelled."""
         loop, members = asyncio.get_running_loop(), self._context.members
         while True:
+            self._check_journal()
             looked_at = loop.time()
             await asyncio.sleep(WATCH_S)
             asleep_s = loop.time() - looked_at - WATCH_S
@@ -89,4 +115,6 @@ class Enrolment:
     async def _left(self, peer_id: str) -> None:
         member = self._context.members.get(peer_id)
         if member is not None:
-            await self._context.lose(member, "it has left")
+            await self._context.lose(member, "it has left", has_left=True)
+        else:
+            await self._context.notify()

@@ -189,14 +189,14 @@ class Journal:
         """The newest decision."""
         return next((decision for decision, _ in self.decisions(from_step=self.num_steps() - 1)), None)
 
-    def state_digests(self, step: int) -> dict[int, str]:
-        """Stage -> state digest after `step` applied steps, as far as replicas have reported it."""
+    def replica_digests(self, step: int) -> dict[int, dict[tuple[str, str], str]]:
+        """Stage -> (peer, incarnation) -> its state digest after `step` applied steps, as far as it was reported."""
         self.flush()
-        query = "SELECT stage, state_digest FROM replicas WHERE step = ?"
-        found: dict[int, list[str]] = {}
-        for stage, digest in self._db.execute(query, (step,)):
-            found.setdefault(stage, []).append(digest)
-        return {stage: max(sorted(set(digests)), key=digests.count) for stage, digests in found.items()}
+        query = "SELECT stage, peer, incarnation, state_digest FROM replicas WHERE step = ?"
+        found: dict[int, dict[tuple[str, str], str]] = {}
+        for stage, peer, incarnation, digest in self._db.execute(query, (step,)):
+            found.setdefault(stage, {})[peer, incarnation] = digest
+        return found
 
     def decisions(self, *, from_step: int = 0) -> Iterable[tuple[Decision, str]]:
         """All decisions in order, with the chain hash that was written."""
@@ -232,6 +232,11 @@ class Journal:
         """(step, stage, peer, state digest) of every replica at every step."""
         self.flush()
         return self._db.execute("SELECT step, stage, peer, state_digest FROM replicas ORDER BY step, stage").fetchall()
+
+    def peers_since(self, step: int) -> list[str]:
+        """Peers that have reported a state after `step` applied steps or later."""
+        rows = self._db.execute("SELECT DISTINCT peer FROM replicas WHERE step >= ? ORDER BY peer", (step,))
+        return [str(row[0]) for row in rows]
 
     def checkpoints(self) -> list[tuple[int, str, list[str]]]:
         """(step, path, state digests) of every checkpoint."""

@@ -37,6 +37,7 @@ class Member:
     excluded_at: int | None = None  # it had been given up at this step, and was not told to serve since then
     was_admitted: bool = False  # it was told to serve; that it does may be heard from others first
     down_bytes_per_s: float = 0.0
+    state_term: int = 0  # in which it came to its state, as its last sign of life said
     doubted_at: float | None = None  # its link broke then, and it has shown no sign of life since
 
     @property
@@ -103,6 +104,7 @@ class Members:
             metrics=sign.metrics if METRICS_ADDRESS.fullmatch(sign.metrics) else "",
             spent=sign.spent,
             excluded_at=excluded_at,
+            state_term=sign.state_term,
         )
         return None if is_same else former
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from swarmtrain import world
-from swarmtrain.coordinator.admission import servers
+from swarmtrain.coordinator.admission import has_state, servers
 from swarmtrain.coordinator.apply import Applies, StepResult
 from swarmtrain.coordinator.checkpointing import Checkpoints, codecs_remember, explained
 from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.election import elected
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.steps import StepDriver
 from swarmtrain.errors import StorageError
@@ -21,6 +23,7 @@ from swarmtrain.observe.word import no_peers
 T = TypeVar("T")
 
 WATCH_S = 0.5
+ELECTION_S = 6.0  # how long a restarted coordinator waits for more than half of those who know a stage's state
 DOUBT_S = 1.0  # a peer whose link broke has so long to call again before its stage is said to be empty
 FIRST_RETRY_S = 0.5  # between attempts at the last checkpoint: twice as long after each that fails, up to
 MAX_FETCH_RETRY_S = 5.0  # where peers did not give a state, or
@@ -43,7 +46,7 @@ class Run:
     def __init__(self, context: RunContext, checkpoints: Checkpoints, applies: Applies, *, min_peers: int) -> None:
         self._context, self._checkpoints = context, checkpoints
         self._min_peers = min_peers if context.step == 0 else 1  # a resumed run takes whom it gets
-        self._driver = StepDriver(context, applies)
+        self._applies, self._driver = applies, StepDriver(context, applies)
         self._writing: asyncio.Task[object] | None = None
         self._writing_step, self._was_left_out = 0, False
         self._codecs_remember = codecs_remember(context.manifest)
@@ -128,7 +131,7 @@ class Run:
         context.events.emit(RunRolledBack(stage, context.step, step))
         context.books = context.decided = None
         context.prepared = frozenset()
-        context.term += 1
+        context.term = context.valid_from = context.term + 1
         context.journal.set("term", str(context.term))
         context.journal.roll_back(step)
         context.tally.resume(context.journal.contributions())
@@ -149,12 +152,31 @@ class Run:
             self._note_wait(empty, enough)
             return not empty and enough
 
-        await context.wait_for(ready)
-        self._min_peers = 1
-        for stage, book in enumerate(context.stages):
-            if not book.digest and context.step:  # a restarted coordinator goes by what most replicas have
-                digests = sorted(member.state_digest for member in servers(context.members, stage, context.step))
-                book.digest = max(digests, key=digests.count)
+        while True:
+            await context.wait_for(ready)
+            self._min_peers = 1
+            unknown = [stage for stage in range(count) if context.step and not context.stages[stage].digest]
+            if not unknown:
+                return
+            await self._elect(unknown)
+
+    async def _elect(self, stages: list[int]) -> None:
+        """After a restart: the digests of these stages' states, which nobody could note in the journal any more."""
+        context = self._context
+
+        def vote(stage: int, *, is_final: bool) -> str:
+            book = context.stages[stage]
+            there = [m for m in context.members.everybody() if m.stage == stage and m.answers]
+            held = {m.key: m.state_digest for m in there if has_state(m, context.step, book)}
+            return elected({**book.votes, **held}, book.voters, is_final=is_final) if held else ""
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ELECTION_S):
+                await context.wait_for(lambda: all(vote(stage, is_final=False) for stage in stages))
+        for stage in stages:
+            digest = context.stages[stage].digest = vote(stage, is_final=True)
+            if digest:
+                await self._applies.turn_away(stage, context.step, digest)
 
     def _note_wait(self, empty: list[int], enough: bool) -> None:
         reason = self._held_up

@@ -70,4 +70,5 @@ class Announcing:
             served_s=seat.served_s,
             download_s=seat.download_s,
             down_bytes_per_s=options.max_down_bytes_per_s,
+            state_term=context.state_term,
         )

@@ -89,6 +89,7 @@ class PeerContext:
     max_ledger_bytes: int
     state: PeerState = PeerState.JOINING
     term: int = 0
+    state_term: int = 0  # in which it came to its state: no later one has taken that back, as far as this peer knows
     word: Word = field(default_factory=Word)  # what the coordinator said last
     contact_at: float = 0.0  # when the coordinator was last heard, in time of the loop
     shares_work: bool = True  # with the others of the stage

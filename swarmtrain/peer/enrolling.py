@@ -193,4 +193,5 @@ class Enrolling:
             spent=self._observer.spent(),
             seat=self._seat.version,
             down_bytes_per_s=options.max_down_bytes_per_s,
+            state_term=context.state_term,
         )

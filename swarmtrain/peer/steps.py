@@ -166,8 +166,8 @@ class Steps:
                 await self._snapshots.keep()
             return self._snapshots.fetch(step)
 
-    async def load(self, source: StateSource) -> None:
-        """A fetched state replaces this peer's; the decisions heard since then follow it."""
+    async def load(self, source: StateSource, *, term: int) -> None:
+        """A state that was ordered in `term` replaces this peer's; the decisions heard since then follow it."""
         context = self._context
         async with self._applying:
             self._ready = {step: item for step, item in self._ready.items() if step >= source.step}
@@ -175,6 +175,7 @@ class Steps:
             await context.compute.run(Kind.STEP, _STEP_JOB, lambda: context.jobs.load_state(source))
             digest = (await context.compute.run(Kind.STEP, _STEP_JOB, context.jobs.state_digest)).value
             self.last_applied = Applied(source.step, digest)
+            context.state_term = term
             await context.enter_step(source.step)
         await self.catch_up()
 
@@ -244,6 +245,7 @@ class Steps:
                 ),
             )
             applied = self.last_applied = Applied(apply.step + 1, timed.value)
+            context.state_term = apply.term
             self._ready = {step: item for step, item in self._ready.items() if step > apply.step}
             self._snapshots.drop_unused()
             if apply.snapshot:

@@ -76,7 +76,7 @@ class Syncing:
                 return None
             await self.close()
         if order.sync_step == 0 and not order.donors:
-            self._task = asyncio.create_task(self._load_first(), name="first state")
+            self._task = asyncio.create_task(self._load_first(order.term), name="first state")
         else:
             self._task = asyncio.create_task(self._fetch(order), name=f"fetch the state of step {order.sync_step}")
         return self._task
@@ -99,11 +99,11 @@ class Syncing:
         self._advanced_at = asyncio.get_running_loop().time()
         self.num_started_over += 1
 
-    async def _load_first(self) -> bool:
+    async def _load_first(self, term: int) -> bool:
         context = self._context
         self._download = None
         first = await context.compute.run(Kind.STEP, -1, context.jobs.first_state)
-        await self._steps.load(first.value)
+        await self._steps.load(first.value, term=term)
         return True
 
     async def _fetch(self, order: Enrolled) -> bool:
@@ -133,7 +133,7 @@ class Syncing:
                 self._start_over()
             return False
         self._download = None
-        await self._steps.load(StateSource(layout, step, download.basis_epoch, download.buffers))
+        await self._steps.load(StateSource(layout, step, download.basis_epoch, download.buffers), term=order.term)
         return True
 
     async def fetch_state(self, fetch: FetchState, exchange: Exchange) -> StateChunk:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from swarmtrain.net.address_book import AddressBook
@@ -38,7 +39,7 @@ class SimulatedHost:
         self._handlers: dict[str, CallHandler] = {}
         self._subscribers: list[Callable[[HostEvent], None]] = []
         self._ready.set()
-        network.hosts[self.peer_id] = self
+        network.hosts[self.key] = self
 
     @classmethod
     async def start(
@@ -53,8 +54,8 @@ class SimulatedHost:
         for text in options.bootstrap:
             peer_id = text.rpartition("/")[2]
             if peer_id != self.peer_id:
-                error = await self._reach(peer_id, options.dial_timeout_s)
-                results.append(DialResult(peer_id, (text,), error))
+                found = await self._reach(peer_id, options.dial_timeout_s)
+                results.append(DialResult(peer_id, (text,), found if isinstance(found, str) else None))
         if results and options.require_bootstrap and all(result.error for result in results):
             await self.close()
             raise BootstrapError(results)
@@ -64,6 +65,11 @@ class SimulatedHost:
     def peer_id(self) -> str:
         """See `NetworkHost`."""
         return self.identity.peer_id
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Where it is on the network."""
+        return self.peer_id, self.machine.name
 
     @property
     def is_ready(self) -> bool:
@@ -113,13 +119,13 @@ class SimulatedHost:
         try:
             async with asyncio.timeout(timeout_s):
                 await self.wait_ready()
-                if (error := await self._reach(peer_id, timeout_s)) is not None:
-                    raise PeerUnreachable(f"peer {peer_id}: {error}")
+                other = await self._reach(peer_id, timeout_s)
+                if isinstance(other, str):
+                    raise PeerUnreachable(f"peer {peer_id}: {other}")
                 if not self.is_ready:
                     raise HostDownError("p2pd does not answer")
-                other = self._network.hosts[peer_id]
                 here, there = self._network.connect(self, other)
-                other.process.call_soon(lambda: other._accepted(there))
+                other.process.call_soon(partial(other._accepted, there))
                 return here
         except TimeoutError:
             if not self.is_ready:
@@ -139,10 +145,10 @@ class SimulatedHost:
         answer: asyncio.Future[bytes | str] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                if (error := await self._reach(peer_id, timeout_s)) is not None:
-                    raise PeerUnreachable(f"peer {peer_id}: {error}")
-                other = self._network.hosts[peer_id]
-                self._send(other, len(payload), lambda: other._serve(self, protocol, payload, answer))
+                other = await self._reach(peer_id, timeout_s)
+                if isinstance(other, str):
+                    raise PeerUnreachable(f"peer {peer_id}: {other}")
+                self._send(other, len(payload), partial(other._serve, self, protocol, payload, answer))
                 found = await answer
         except TimeoutError:
             raise PeerUnreachable(f"peer {peer_id}: no answer within {timeout_s:g} s") from None
@@ -156,7 +162,7 @@ class SimulatedHost:
         at = self._network.arrival(source, target, num_bytes + HEADER_BYTES)
 
         def deliver() -> None:
-            if not self._network.is_blocked(source, target) and self._network.hosts.get(other.peer_id) is other:
+            if not self._network.is_blocked(source, target) and self._network.hosts.get(other.key) is other:
                 self._network.note(source, target, num_bytes)
                 other.process.call_soon(arrive)
 
@@ -179,12 +185,12 @@ class SimulatedHost:
 
         self.process.spawn(work(), "answer a small call")
 
-    async def _reach(self, peer_id: str, timeout_s: float) -> str | None:
-        """Why there is no connection to a peer; None if there is one now."""
+    async def _reach(self, peer_id: str, timeout_s: float) -> SimulatedHost | str:
+        """The other end of a connection to a peer; or why there is none."""
         network = self._network
-        pair = (min(peer_id, self.peer_id), max(peer_id, self.peer_id))
-        if pair in network.connected:
-            return None
+        for key, other in network.hosts.items():
+            if key[0] == peer_id and frozenset((key, self.key)) in network.connected:
+                return other
         if not self._book.get(peer_id):
             return "no address is known"
         there = self._book.get(peer_id)[0].without_peer()
@@ -200,13 +206,13 @@ class SimulatedHost:
             self._book.dialed(peer_id, reached=False)
             await asyncio.sleep(timeout_s)
             return "no answer"
-        other = network.hosts.get(peer_id)
-        if other is None or not other.is_ready or other.machine is not machine:
+        found = network.hosts.get((peer_id, name))
+        if found is None or not found.is_ready:
             self._book.dialed(peer_id, reached=False)
             return "connection refused"
         self._book.dialed(peer_id, reached=True)
-        network.connected[pair] = None
-        return None
+        network.connected[frozenset((found.key, self.key))] = None
+        return found
 
     def fail(self) -> None:
         """The transport dies: all streams are gone, at both ends."""
@@ -221,7 +227,7 @@ class SimulatedHost:
     def recover(self) -> None:
         """The transport is back, with the same identity."""
         if not self._is_closed:
-            self._network.hosts[self.peer_id] = self
+            self._network.hosts[self.key] = self
             self._ready.set()
             self._tell(HostEventKind.P2PD_RESTARTED, "the transport runs again")
 

@@ -45,12 +45,13 @@ class Network:
     def __init__(self, loop: VirtualLoop, seed: str, trace: Callable[[str], None]) -> None:
         self.loop, self._trace = loop, trace
         self.rng = random.Random(seed)
-        self.hosts: dict[str, SimulatedHost] = {}  # by peer id: who is on the network now
+        # Who is on the network now, by peer id and machine: copies of one directory have one identity.
+        self.hosts: dict[tuple[str, str], SimulatedHost] = {}
         self.lines: dict[tuple[str, str], Line] = {}  # by names of machines
         self.default = Line()
         self.pipes: list[Pipe] = []
         self.streams: list[tuple[SimulatedStream, SimulatedStream]] = []
-        self.connected: dict[tuple[str, str], None] = {}  # pairs of peer ids that can open streams without an address
+        self.connected: dict[frozenset[tuple[str, str]], None] = {}  # pairs that can open streams without an address
         self.num_bytes = 0
         self.context = contextvars.Context()  # of what happens on the wire: in no process
 
@@ -135,9 +136,9 @@ class Network:
 
     def leave(self, host: SimulatedHost) -> None:
         """Nobody can open anything to this host any more."""
-        if self.hosts.get(host.peer_id) is host:
-            del self.hosts[host.peer_id]
-        for pair in [key for key in self.connected if host.peer_id in key]:
+        if self.hosts.get(host.key) is host:
+            del self.hosts[host.key]
+        for pair in [pair for pair in self.connected if host.key in pair]:
             del self.connected[pair]
 
     def ends_of(self, host: SimulatedHost) -> list[SimulatedStream]:

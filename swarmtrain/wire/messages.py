@@ -166,6 +166,7 @@ class Enroll(Message):
     spent: Annotated[tuple[Seconds, ...], MaxLength(5)] = ()  # seconds: compute, reduce, queue, wire, idle
     seat: Seat = 0  # rises whenever the peer has moved, or has given up a move
     down_bytes_per_s: Rate = 0.0
+    state_term: Term = 0  # in which it came to its state
 
 
 @message(kind="seek_stage", priority=Priority.CONTROL)

@@ -220,7 +220,7 @@ def test_a_state_that_is_being_loaded_is_waited_for(manifest: Manifest) -> None:
     async def main(newcomer: Newcomer) -> None:
         loading, load = asyncio.Event(), asyncio.Event()
 
-        async def slow_load(source: object) -> None:
+        async def slow_load(source: object, *, term: int) -> None:
             loading.set()
             await load.wait()
 

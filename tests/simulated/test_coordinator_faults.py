@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from swarmtrain.coordinator.journal import Journal
+from swarmtrain.coordinator.rivals import StaleJournal, Superseded
 from swarmtrain.net.host_errors import BootstrapError
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset
@@ -32,12 +36,12 @@ def tiny(**overrides: object) -> Manifest:
 
 
 @contextmanager
-def swarm_of(manifest: Manifest, root: Path, *, seed: str = "1") -> Iterator[SimulatedSwarm]:
-    """Ends in the reference's bits with books that balance, or the test fails."""
-    with SimulatedSwarm(manifest, seed=seed, root=root) as swarm:
+def swarm_of(manifest: Manifest, root: Path, *, but: str = "") -> Iterator[SimulatedSwarm]:
+    """Ends in the reference's bits with books that balance, or the test fails. `but`: what the judge may find."""
+    with SimulatedSwarm(manifest, seed="1", root=root) as swarm:
         yield swarm
         swarm.run_to_end()
-        assert judge(swarm, REFERENCES(manifest)) == []
+        assert [fault for fault in judge(swarm, REFERENCES(manifest)) if not but or but not in fault] == []
 
 
 def never_went_back(swarm: SimulatedSwarm) -> bool:
@@ -54,6 +58,12 @@ def block(swarm: SimulatedSwarm, one: Life, other: Life, *, blocked: bool = True
     """Nothing passes between two machines."""
     for source, target in ((one, other), (other, one)):
         swarm.network.block(source.name, target.name, blocked)
+
+
+def slow_down(swarm: SimulatedSwarm, speed: float = 0.1) -> None:
+    """A step takes seconds."""
+    for peer in swarm.peers:
+        peer.machine.speed = speed
 
 
 @pytest.mark.parametrize("power_loss", [False, True])
@@ -165,8 +175,7 @@ def test_training_does_not_wait_for_a_slow_checkpoint(tmp_path: Path) -> None:
         swarm.start(num_peers=2)
         coordinator = swarm.coordinator
         swarm.until(lambda: swarm.step == 2, "two steps")
-        for peer in swarm.peers:
-            peer.machine.speed = 0.05  # a step takes seconds
+        slow_down(swarm, 0.05)
         coordinator.machine.disk_s = (
             45.0  # a state is often written for longer than peers keep a copy that nobody asks for
         )
@@ -177,8 +186,116 @@ def test_training_does_not_wait_for_a_slow_checkpoint(tmp_path: Path) -> None:
         assert swarm.now - began > 60.0
         assert swarm.step - step > (swarm.now - began) / 10.0, "training has waited for it"
         coordinator.machine.disk_s = 0.01
-        for peer in swarm.peers:
-            peer.machine.speed = 4.0
+        slow_down(swarm, 4.0)
         failures = list(coordinator.said("checkpoint_failed"))
         assert failures
         assert all("left out" in failure.reason for failure in failures), failures
+
+
+def copy_of(swarm: SimulatedSwarm, directory: Path, *, identity: bool) -> Path:
+    """What the coordinator's directory holds now."""
+    source = swarm.coordinator.state_dir
+    directory.mkdir()
+    for name in ("run.key", *(["identity.key"] if identity else [])):
+        shutil.copy(source / name, directory)
+    if (source / "checkpoints").exists():
+        shutil.copytree(source / "checkpoints", directory / "checkpoints")
+    places = (source / "journal.sqlite", directory / "journal.sqlite")
+    with closing(sqlite3.connect(places[0])) as journal, closing(sqlite3.connect(places[1])) as copy:
+        journal.backup(copy)
+    return directory
+
+
+@pytest.mark.parametrize("identity", [False, True])
+def test_a_coordinator_on_an_old_copy_does_not_take_a_healthy_run_over(tmp_path: Path, *, identity: bool) -> None:
+    with swarm_of(tiny(schedule__steps=30), tmp_path) as swarm:
+        swarm.start(num_peers=2)
+        slow_down(swarm)
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        old = copy_of(swarm, tmp_path / "old", identity=identity)
+        original = swarm.coordinator
+        swarm.until(lambda: swarm.step == 8, "further steps")
+        swarm.run_for(15.0)  # and they were announced
+        here = swarm.peers[0].process.host
+        assert here is not None
+        second = swarm.start_coordinator("second", directory=old, bootstrap=here.addresses())
+        assert not second.is_running
+        assert isinstance(second.errors[0], StaleJournal), second.errors
+        with Journal(old / "journal.sqlite", read_only=True) as journal:
+            assert journal.get("term") == "1"
+        assert original.is_running
+        del swarm.lives["second"]
+    assert never_went_back(swarm)
+
+
+def test_a_coordinator_that_was_set_up_again_from_an_old_copy_ends_and_its_peers_keep_what_they_have(
+    tmp_path: Path,
+) -> None:
+    """In the place of the one that died, where peers look for it: nobody but they can tell it."""
+    with swarm_of(tiny(schedule__steps=10), tmp_path) as swarm:
+        swarm.start(num_peers=4)
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        old = copy_of(swarm, tmp_path / "old", identity=True)
+        swarm.until(lambda: swarm.step == 6, "further steps")
+        life = swarm.coordinator
+        life.kill()
+        current, life.state_dir = life.state_dir, old
+        swarm.start_coordinator()
+        swarm.until(lambda: not life.is_running, "it ends", limit_s=60.0)
+        swarm.run_for(0.1)
+        assert isinstance(life.errors[0], StaleJournal), life.errors
+        life.state_dir = current
+        swarm.start_coordinator()
+        swarm.until(lambda: swarm.step >= 8, "the run goes on")
+        assert never_went_back(swarm)
+
+
+@pytest.mark.parametrize("is_further", [False, True])
+def test_a_coordinator_notices_that_another_process_has_its_identity_and_took_over(
+    tmp_path: Path, *, is_further: bool
+) -> None:
+    """If the first one has got further meanwhile, the other one yields to it as soon as it is started again."""
+    with swarm_of(tiny(schedule__steps=12), tmp_path) as swarm:
+        swarm.start(num_peers=2)
+        slow_down(swarm)
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        if not is_further:
+            swarm.peers[1].machine.hangs = True
+        original, here = swarm.coordinator, swarm.peers[0].process.host
+        assert here is not None
+        copied = copy_of(swarm, tmp_path / "copy", identity=True)
+        second = swarm.start_coordinator("second", directory=copied, bootstrap=here.addresses())
+        swarm.until(lambda: not original.is_running, "the first one ends", limit_s=60.0)
+        assert isinstance(original.errors[0], Superseded), original.errors
+        assert "identity" in str(original.errors[0])
+        if is_further:
+            swarm.until(lambda: not second.is_running, "the second one ends", limit_s=60.0)
+            assert isinstance(second.errors[0], StaleJournal)
+            del swarm.lives["second"]
+            swarm.start_coordinator(bootstrap=here.addresses())
+        else:
+            swarm.peers[1].machine.release_device()
+        swarm.until(lambda: swarm.step >= 5, "the run goes on")
+        assert never_went_back(swarm)
+
+
+def test_a_wrong_first_comer_after_a_restart_is_not_the_truth(tmp_path: Path) -> None:
+    """Its memory fails in the step of which the journal knows the decision only."""
+    with swarm_of(tiny(schedule__steps=6), tmp_path, but="has another state than its replicas") as swarm:
+        swarm.start(num_peers=5)
+        coordinator, first, others = swarm.coordinator, swarm.peers[0], [swarm.peers[2], swarm.peers[4]]
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        coordinator.arm("after-decision", 1, "kill")
+        first.arm("before-apply", 1, "corrupt")
+        swarm.until(lambda: not coordinator.is_running, "it dies")
+        for other in others:
+            block(swarm, coordinator, other)
+        swarm.start_coordinator()
+        swarm.until(lambda: first.daemon.settled.step == 3, "the first comer has applied the step")
+        swarm.run_for(2.0)
+        assert swarm.step == 2
+        for other in others:
+            block(swarm, coordinator, other, blocked=False)
+        swarm.until(lambda: swarm.step >= 4, "the run goes on")
+        assert coordinator.has("peer_diverged", peer=first.peer_id)
+        assert never_went_back(swarm)
