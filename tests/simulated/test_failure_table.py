@@ -90,7 +90,7 @@ def test_finished_work_is_not_computed_again(simulated: Make, references: Refere
     assert [event.recomputed for event in ended] == [0] * NUM_STAGES
 
 
-@pytest.mark.parametrize(("stage", "point"), enumerate(STOPS))
+@pytest.mark.parametrize(("stage", "point"), list(enumerate(STOPS)))
 def test_a_stopped_peer_is_left_behind_and_catches_up(
     simulated: Make, references: References, stage: int, point: str
 ) -> None:
