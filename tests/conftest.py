@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest_plugins = ("needs", "side_by_side", "second_attempt")
+pytest_plugins = ("needs", "side_by_side")
 
 
 @pytest.fixture(autouse=True, scope="session")

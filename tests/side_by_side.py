@@ -1,9 +1,8 @@
-"""The whole suite in two processes: most of what tests with daemons do is wait.
+"""The whole suite in one process per core: most of what tests with daemons do is wait.
 
-scripts/test gives `-n 2 --dist loadfile`: a file's tests stay together, in their order. Files with daemons come before
-the others, so that none of these is left for the end, and a file that is marked `early`, because it computes for
-minutes, before them. Files that are marked `alone`, because they compare times or rates of real processes, come last,
-and nothing else runs beside them: a lock that all files share and they do not.
+scripts/test gives `-n CORES --dist loadfile`: a file's tests stay together, in their order. Files with daemons come
+before the others, so that none of these is left for the end. Files that are marked `alone`, because they compare times
+or rates of real processes, come last, and nothing else runs beside them: a lock that all files share and they do not.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ def is_worker(config: pytest.Config) -> bool:
 
 
 def in_turn(items: list[pytest.Item]) -> list[pytest.Item]:
-    """What computes long, what has daemons, what has none, what wants to be alone; otherwise as they are."""
+    """What has daemons, what has none, what wants to be alone; otherwise as they are."""
 
     def files(mark: str) -> set[Path]:
         return {item.path for item in items if item.get_closest_marker(mark)}
 
-    early, swarm, alone = files("early"), files("swarm"), files("alone")
-    return sorted(items, key=lambda item: (item.path in alone, item.path not in early, item.path not in swarm))
+    swarm, alone = files("swarm"), files("alone")
+    return sorted(items, key=lambda item: (item.path in alone, item.path not in swarm))
 
 
 class Turns:

@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 
 STALL_S = 30.0  # a callee that has not finished its forward by then (and by its predicted time) is given up
 NEWS_S = 2.0
+MAX_REMEMBERED = 4096  # peers whose refusals are counted
 MAX_TAKEN = 2  # an honest taker asks for more when it begins with the last piece that it has
+MAX_REST_S = 8.0  # who gives final refusals again and again rests so long at most
 REST_S = 0.2  # so long is not asked again who is busy and does not say for how long, or has just given work away
 
 OnProgress = Callable[[Progress], None]
@@ -32,6 +34,11 @@ Check = Callable[[Done], Awaitable[None]]
 
 # Refusals that no other peer of the stage would answer differently: they go up to whoever sent the work.
 _FINAL = {Code.AHEAD, Code.OLD_TERM, Code.WRONG_RUN, Code.STALE_BASIS, Code.DIVERGED}
+
+
+def back_off_s(num_refusals: int) -> float:
+    """After so many final refusals in a row: doubled with each."""
+    return min(MAX_REST_S, REST_S * 2.0 ** min(num_refusals - 1, 16))
 
 
 @dataclass
@@ -65,6 +72,7 @@ class Dispatcher:
         self.counters = Counters()
         self._partner = ""
         self._given: dict[_Watch, str] = {}  # what was given away, and who has it now
+        self._num_refusals: dict[str, int] = {}  # final ones in a row, by peer
 
     def partner(self, num_bytes: int) -> str:
         """The peer that sticky codecs build on: the same one as long as it may be asked. Empty if there is nobody."""
@@ -204,6 +212,7 @@ class Dispatcher:
         finally:
             self._given.pop(watch, None)
         self.counters.answered += 1
+        self._num_refusals.pop(peer_id, None)
         self._learn(peer_id, request, done, watch)
         return done
 
@@ -213,6 +222,17 @@ class Dispatcher:
             self.neighbours.router.busy(peer_id, refused.retry_after_s or REST_S)
         elif refused.code == Code.ELSEWHERE:
             self.neighbours.router.busy(peer_id, REST_S)
+        elif refused.code in _FINAL:
+            self.neighbours.router.busy(peer_id, self._rest_s(peer_id))
+        elif refused.code == Code.NOT_SERVING and refused.retry_after_s > 0.0:
+            self.neighbours.router.busy(peer_id, min(refused.retry_after_s, MAX_REST_S))
+
+    def _rest_s(self, peer_id: str) -> float:
+        """How long a peer rests after a final refusal: it is in another step, and does not change by being asked."""
+        if peer_id not in self._num_refusals and len(self._num_refusals) >= MAX_REMEMBERED:
+            self._num_refusals.clear()
+        count = self._num_refusals[peer_id] = self._num_refusals.get(peer_id, 0) + 1
+        return back_off_s(count)
 
     def _learn(self, peer_id: str, request: Work, done: Done, watch: _Watch) -> None:
         self.neighbours.observe_link(peer_id)

@@ -25,7 +25,7 @@ from swarmtrain.wire.messages import ChunkDigests, FetchDigests, FetchState, Sta
 
 log = logging.getLogger(__name__)
 
-CHUNK_S = 60.0
+CHUNK_S = 60.0  # without a byte from a donor
 IN_FLIGHT = 4  # chunks asked of one donor at once
 _DIGEST_BYTES = 32
 
@@ -122,7 +122,7 @@ class Download:
         for donor in donors:
             try:
                 request = FetchDigests(self._run_id, stage, self.step)
-                answer = await self._node.call(donor, request, deadline_s=CHUNK_S, expect=ChunkDigests)
+                answer = await self._node.call_while_moving(donor, request, CHUNK_S, expect=ChunkDigests)
             except NetError as error:
                 log.info("donor %s does not give its digests: %s", donor[-8:], error)
                 continue
@@ -141,7 +141,7 @@ class Download:
             number = self._open.popleft()
             try:
                 request = FetchState(self._run_id, self._layout.plan.index, self.step, number)
-                answer = await self._node.call(donor, request, deadline_s=CHUNK_S, expect=StateChunk)
+                answer = await self._node.call_while_moving(donor, request, CHUNK_S, expect=StateChunk)
             except NetError as error:
                 self._open.append(number)
                 if donor not in self._gone:

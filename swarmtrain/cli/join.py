@@ -68,7 +68,7 @@ def join(
     ] = 60.0,
     find_timeout: Annotated[
         float,
-        typer.Option(min=0.0, help="Seconds to look for a run that cannot be found; 0: for as long as it takes."),
+        number(0, MAX_SECONDS, help="Seconds to look for a run that cannot be found; 0: for as long as it takes."),
     ] = 0.0,
     metrics: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Serve Prometheus metrics there; port 0: a free one. Default: off.")

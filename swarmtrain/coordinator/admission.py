@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swarmtrain.coordinator.members import Member, Members
-from swarmtrain.wire.messages import Verdict
+from swarmtrain.wire.messages import STALLED, Verdict
+
+MAX_SERVING = 3840  # of one stage: a roster holds 4,096, and newcomers that listen are in it too
+MAX_DONORS = 16  # named to one newcomer: more would not make its line faster, and a verdict must stay small
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,11 @@ class StageBook:
     votes: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and what the journal has of them
     snapshot: StateOffer | None = None  # kept by serving peers for newcomers
     checkpoint: StateOffer | None = None  # kept by the coordinator itself
+
+
+def some_donors(donors: tuple[str, ...], rng: random.Random) -> tuple[str, ...]:
+    """Whom to name in one verdict. Others in the next one: the load is spread, and the dead are not all there is."""
+    return donors if len(donors) <= MAX_DONORS else tuple(rng.sample(donors, MAX_DONORS))
 
 
 def servers(members: Members, stage: int, step: int) -> list[Member]:
@@ -76,8 +85,13 @@ def judge(member: Member, members: Members, run: Standing, book: StageBook) -> A
         return Answer(Verdict.LEAVE, "the run is complete")
     if member.must_sync:
         return Answer(Verdict.WAIT, "it has missed something that the others have")
+    if member.state == STALLED:  # it drops what it has and comes back, unless the run cannot do without it
+        is_alone = not servers(members, member.stage, step)
+        return Answer(Verdict.SERVE if is_alone else Verdict.WAIT, "its device does not answer")
     if member.excluded_at is not None and step <= member.excluded_at and servers(members, member.stage, step):
         return Answer(Verdict.WAIT, "this step is done without it")  # else it would fail where it has failed before
+    if members.num_admitted(member.stage) - member.was_admitted >= MAX_SERVING:
+        return Answer(Verdict.WAIT, "its stage has as many peers as a reduction can hold: it waits as a spare")
     if has_state(member, step, book) and (member.state == "serving" or run.holds(member)):
         return Answer(Verdict.SERVE, "")
     is_near = member.step == decided == step - 1 or member.step - 1 == decided == step

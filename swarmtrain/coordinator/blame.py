@@ -59,5 +59,8 @@ def _most_complained_of(members: Sequence[Member], replies: Sequence[Reply]) -> 
     if not total:
         return []
     most = max(total.values())
-    worst = sorted((peer for peer in total if total[peer] == most), key=lambda peer: (-against[peer], peer))
+    done = {member.peer_id for member, reply in zip(members, replies, strict=True) if isinstance(reply, Prepared)}
+    worst = sorted(
+        (peer for peer in total if total[peer] == most), key=lambda peer: (peer in done, -against[peer], peer)
+    )
     return [by_peer[worst[0]]]

@@ -16,6 +16,7 @@ from swarmtrain.coordinator.members import Member, Members
 from swarmtrain.coordinator.rivals import Known
 from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
+from swarmtrain.net.calls import OnProgress
 from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.net.node import Node
 from swarmtrain.observe.events import Events, PeerLost
@@ -26,6 +27,7 @@ from swarmtrain.wire.schema import Message
 log = logging.getLogger(__name__)
 
 OWN_OUTAGE_S = 0.25  # between attempts while this host's own transport is away
+MISSED_S = 30.0  # a peer that has been silent for longer is not expected any more
 
 
 @dataclass
@@ -53,6 +55,7 @@ class RunContext:
     faults: Faults = field(default_factory=Faults)
     tally: Tally = field(default_factory=Tally)
     waits_for: str = ""  # why nothing goes on, or empty
+    _missed: dict[str, float] = field(default_factory=dict)  # peer: when
 
     @property
     def standing(self) -> Standing:
@@ -94,13 +97,15 @@ class RunContext:
         async with self.changed:
             self.changed.notify_all()
 
-    async def patient_call(self, peer_id: str, request: Message, *, deadline_s: float) -> Message:
+    async def patient_call(
+        self, peer_id: str, request: Message, *, deadline_s: float, on_progress: OnProgress | None = None
+    ) -> Message:
         """As the node's `call`, for what may be asked twice: asked again while it is this host that fails."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
         while True:
             try:
-                return await self.node.call(peer_id, request, ends_at - loop.time())
+                return await self.node.call(peer_id, request, ends_at - loop.time(), on_progress)
             except HostDownError:
                 if loop.time() + OWN_OUTAGE_S > ends_at:
                     raise
@@ -111,12 +116,31 @@ class RunContext:
         current = self.members.get(member.peer_id)
         return current is not None and current.key == member.key and current.answers
 
-    async def lose(self, member: Member, reason: str, *, must_sync: bool = False) -> None:
-        """A peer is gone, or (`must_sync`) of no use in this step: forget it, and void what only it had."""
+    async def lose(self, member: Member, reason: str, *, must_sync: bool = False, has_left: bool = False) -> None:
+        """A peer is gone (`has_left`: it said so), or (`must_sync`) of no use in this step: forget it, and void what
+        only it had."""
         current = self.members.get(member.peer_id)
         if current is not None and current.incarnation == member.incarnation:
             self.members.remove(member.peer_id, excluded_at=self.step if must_sync else None)
             self.events.emit(PeerLost(member.peer_id, member.stage, reason))
+            if not has_left:
+                self.missed(member.peer_id)
         if self.books is not None:
             self.books.lose(member.stage, member.key)
         await self.notify()
+
+    def missed(self, peer_id: str) -> None:
+        """A peer could not be reached, or was given up: it may not know how the run stands."""
+        now = asyncio.get_running_loop().time()
+        self._missed = {peer: at for peer, at in self._missed.items() if now - at < MISSED_S}
+        self._missed[peer_id] = now
+
+    def heard(self, peer_id: str) -> None:
+        """A peer is told how the run stands, or has gone."""
+        self._missed.pop(peer_id, None)
+
+    @property
+    def lately_missed(self) -> set[str]:
+        """Peers that were there a moment ago, and may be back any moment."""
+        now = asyncio.get_running_loop().time()
+        return {peer_id for peer_id, at in self._missed.items() if now - at < MISSED_S}

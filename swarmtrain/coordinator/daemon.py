@@ -73,6 +73,7 @@ ANNOUNCE_S = 10.0
 RECORD_LIFE_S = 45.0
 JOURNAL_S = 2.0  # between looks whether the journal is still there; each write looks as well
 STARTING_S = 0.5  # when to ask a coordinator again that knows no answer yet
+LINGER_S = 5.0  # how long a run that is complete waits for peers that it has lost a moment ago
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,8 @@ class CoordinatorDaemon:
                 book.digest = elected(book.votes, book.voters, is_final=False)
             if book.checkpoint is not None and book.checkpoint.step == context.step:
                 book.digest = book.checkpoint.digest
+        for peer_id in self.journal.peers_since(context.step - 1):
+            context.missed(peer_id)
         if context.step:
             context.tally.resume(self.journal.contributions())
             context.tally.names = self.journal.names()
@@ -331,17 +334,23 @@ class CoordinatorDaemon:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def _say_goodbye(self, directory: Directory, host: NetworkHost) -> None:
-        """Tell everybody that the run is complete; who cannot be reached now finds it in the directory."""
+        """Tell everybody that the run is complete. Who was lost a moment ago is waited for: it calls, if it is there at
+        all, and when everybody else has gone nobody could tell it any more."""
         if not self.context.is_over:
             return
         await self._announce_once(directory, host)
         message = Leave(self.context.run_id, self.context.term, "the run is complete")
 
         async def tell(peer_id: str) -> None:
-            with contextlib.suppress(NetError):
+            try:
                 await self.context.node.call(peer_id, message, deadline_s=5.0, expect=Acknowledged)
+            except NetError:
+                self.context.missed(peer_id)
 
         await asyncio.gather(*(tell(member.peer_id) for member in self.context.members.everybody()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await self.context.wait_for(lambda: not self.context.lately_missed)
 
     async def _control(self, stack: contextlib.AsyncExitStack) -> None:
         commands = {"status": self._status, "stop": self._asked}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from swarmtrain.coordinator.admission import judge
+from swarmtrain import world
+from swarmtrain.coordinator.admission import judge, some_donors
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.rivals import HOLDS_STATE, check_peers
 from swarmtrain.net.errors import Refusal
 from swarmtrain.observe import word
 from swarmtrain.observe.events import PeerJoined, PeerLost
-from swarmtrain.wire.messages import Code, Enroll, Enrolled, Verdict
+from swarmtrain.wire.messages import STALLED, Code, Enroll, Enrolled, Verdict
 
 WATCH_S = 1.0
 FURTHER_S = 4.0  # so long others may come and say what they have, before the journal is found to be old
@@ -27,6 +28,7 @@ class Enrolment:
         self._context, self._tell_decision = context, tell_decision
         self._further: dict[str, tuple[int, int]] = {}  # term and step of peers that are further than the journal
         self._further_since = 0.0
+        self._rng = world.random()
 
     async def enroll(self, sign: Enroll, peer_id: str) -> Enrolled:
         """Note a sign of life; tell the peer what to do."""
@@ -35,6 +37,7 @@ class Enrolment:
             raise Refusal(Code.WRONG_RUN, f"this is run {context.run_id}")
         if sign.stage >= context.manifest.stages.count:
             raise Refusal(Code.WRONG_STAGE, f"the run has stages 0 to {context.manifest.stages.count - 1}")
+        context.heard(peer_id)
         if sign.state == "gone":
             await self._left(peer_id)
             return Enrolled(context.term, context.step, Verdict.LEAVE, "", 0, "", ())
@@ -47,13 +50,15 @@ class Enrolment:
                 context.books.lose(restarted.stage, restarted.key)
         member = context.members.get(peer_id)
         assert member is not None
-        if context.books is not None and sign.state == "syncing":
-            context.books.lose(member.stage, member.key)  # it has dropped its ledger
+        if sign.state == STALLED and former is not None and former.state == "serving":
+            context.events.emit(PeerLost(member.peer_id, member.stage, "its device does not answer"))
+        if context.books is not None and sign.state in ("syncing", STALLED):
+            context.books.lose(member.stage, member.key)  # it has dropped its ledger, or nobody can have it
         self._tell_decision(member)
         if member.state == "serving" and (former is None or former.state != "serving"):
             context.events.emit(PeerJoined(member.peer_id, member.stage, member.step))
         answer = judge(member, context.members, context.standing, context.stages[sign.stage])
-        if answer.verdict is Verdict.SERVE:
+        if answer.verdict is Verdict.SERVE and member.state != STALLED:
             context.members.admit(peer_id)
         await context.notify()
         offer = answer.offer
@@ -64,7 +69,7 @@ class Enrolment:
             reason=answer.reason or self._why_no_work(member)[:1000],
             sync_step=offer.step if offer else 0,
             sync_digest=offer.digest if offer else "",
-            donors=offer.donors if offer else (),
+            donors=some_donors(offer.donors, self._rng) if offer else (),
         )
 
     def _check_not_further(self, sign: Enroll, peer_id: str) -> None:
@@ -110,4 +115,6 @@ class Enrolment:
     async def _left(self, peer_id: str) -> None:
         member = self._context.members.get(peer_id)
         if member is not None:
-            await self._context.lose(member, "it has left")
+            await self._context.lose(member, "it has left", has_left=True)
+        else:
+            await self._context.notify()

@@ -99,10 +99,11 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Write what is left, and close the file."""
-        with contextlib.suppress(JournalError):  # who closes it on an error would hear of this one instead
-            self.flush()
+    def close(self, *, is_lost: bool = False) -> None:
+        """Write what is left, and close the file. `is_lost`: close it as the death of the process does."""
+        if not is_lost:
+            with contextlib.suppress(JournalError):  # who closes it on an error would hear of this one instead
+                self.flush()
         self._db.close()
         if self._files is not None:
             self._files.close()
@@ -231,6 +232,11 @@ class Journal:
         """(step, stage, peer, state digest) of every replica at every step."""
         self.flush()
         return self._db.execute("SELECT step, stage, peer, state_digest FROM replicas ORDER BY step, stage").fetchall()
+
+    def peers_since(self, step: int) -> list[str]:
+        """Peers that have reported a state after `step` applied steps or later."""
+        rows = self._db.execute("SELECT DISTINCT peer FROM replicas WHERE step >= ? ORDER BY peer", (step,))
+        return [str(row[0]) for row in rows]
 
     def checkpoints(self) -> list[tuple[int, str, list[str]]]:
         """(step, path, state digests) of every checkpoint."""

@@ -71,11 +71,13 @@ class Members:
 
     def __init__(self) -> None:
         self._by_peer: dict[str, Member] = {}
+        self._admitted: dict[int, set[str]] = {}  # by stage; as `was_admitted` says
         self._excluded: OrderedDict[tuple[str, str], int] = OrderedDict()  # the step; until they are told to serve
 
     def enroll(self, peer_id: str, sign: Enroll, now: float) -> Member | None:
         """Note a sign of life. Returns the former incarnation if the peer has restarted."""
         former = self._by_peer.get(peer_id)
+        self._disown(former)
         is_same = former is not None and (former.incarnation, former.stage) == (sign.incarnation, sign.stage)
         excluded_at = self._excluded.get((peer_id, sign.incarnation))
         is_deluded = excluded_at is not None and sign.state == "serving"
@@ -123,6 +125,11 @@ class Members:
         if member is not None:
             self._excluded.pop(member.key, None)
             self._by_peer[peer_id] = replace(member, was_admitted=True, excluded_at=None)
+            self._admitted.setdefault(member.stage, set()).add(peer_id)
+
+    def _disown(self, member: Member | None) -> None:
+        if member is not None and member.was_admitted:
+            self._admitted[member.stage].discard(member.peer_id)
 
     def of_stage(self, stage: int, *states: str) -> list[Member]:
         """The peers of a stage in one of `states`, in a fixed order."""
@@ -133,6 +140,10 @@ class Members:
         """The peers of a stage whose work counts, in a fixed order."""
         found = [m for m in self._by_peer.values() if m.stage == stage and m.answers]
         return sorted(found, key=lambda member: member.peer_id)
+
+    def num_admitted(self, stage: int) -> int:
+        """How many peers of a stage were told to serve at their last sign of life."""
+        return len(self._admitted.get(stage, ()))
 
     def everybody(self) -> list[Member]:
         """All peers."""
@@ -162,6 +173,7 @@ class Members:
     def forget_steps(self) -> None:
         """The run was rolled back: no state counts until its peer's next sign of life, and nobody is left out."""
         self._excluded.clear()
+        self._admitted.clear()
         for member in self.everybody():
             self._by_peer[member.peer_id] = replace(
                 member,
@@ -176,6 +188,7 @@ class Members:
     def remove(self, peer_id: str, *, excluded_at: int | None = None) -> Member | None:
         """A peer is gone. With `excluded_at`, this incarnation is of no use in that step should it come back."""
         member = self._by_peer.pop(peer_id, None)
+        self._disown(member)
         if member is not None and excluded_at is not None:
             self._excluded[member.key] = excluded_at
             while len(self._excluded) > MAX_EXCLUDED:

@@ -10,23 +10,29 @@ from itertools import accumulate
 
 import numpy as np
 
+from swarmtrain.coordinator.admission import MAX_SERVING, servers
+from swarmtrain.coordinator.attempt_watch import SILENT_S, AttemptWatch
 from swarmtrain.coordinator.blame import Blame, Reply
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.model.buffers import StateLayout
-from swarmtrain.net.errors import CallRefused, LinkClosed, NetError, PeerSilent
+from swarmtrain.net.calls import OnProgress
+from swarmtrain.net.errors import CallRefused, CallTimeout, LinkClosed, NetError, PeerSilent
 from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.observe.events import PrepareFailed, StagePrepared
 from swarmtrain.reduce.coding import stage_elements
 from swarmtrain.reduce.partition import owned_elements
 from swarmtrain.reduce.selective import StageCompression
-from swarmtrain.wire.messages import Code, Prepare, Prepared, RosterEntry, Unprepared
+from swarmtrain.wire.messages import Code, Prepare, Prepared, Preparing, RosterEntry, Unprepared
+from swarmtrain.wire.schema import Message
 
 log = logging.getLogger(__name__)
 
-PREPARE_S = 120.0
+PREPARE_S = 86400.0  # not a deadline: an attempt lasts while it moves (attempt_watch.py)
+WATCH_S = 1.0
 FAILURE_GRACE_S = 1.5  # after a first failure: how long the others may still say what they have seen
+MAX_LISTENERS = 256  # more of them would only make each other slower; who is not among them begins again
 MAX_PAUSE_S = 2.0  # between attempts that fail again and again
 SURE_S = 2.0  # whoever has answered within this time, and whose link is open, is taken to be there
 
@@ -143,18 +149,21 @@ class Preparer:
     def _participants(self, stage: int, shares: Shares) -> list[Member]:
         """Whoever has work in the step, and every other serving peer as a receiver."""
         everybody, step = self._context.members.answering(stage), self._context.step
-        return [m for m in everybody if m.key in shares or (m.is_ready and m.step == step)]
+        found = [m for m in everybody if m.key in shares or (m.is_ready and m.step == step)]
+        # More than a roster holds: those without work are spares, and fetch a state when there is room.
+        return sorted(found, key=lambda m: m.key not in shares)[:MAX_SERVING] if len(found) > MAX_SERVING else found
 
     def _listeners(self, side: _Side, step: int) -> list[Member]:
         """Newcomers that hear this step's reduction; who has work in it is one of the members already."""
         waiting = [m for m in self._context.members.of_stage(side.stage, "syncing") if m.key not in side.shares]
-        return [m for m in waiting if m.listening_from is not None and m.listening_from <= step]
+        found = [m for m in waiting if m.listening_from is not None and m.listening_from <= step]
+        return found[:MAX_LISTENERS]
 
     def _tell_listeners(self, side: _Side, request: Prepare) -> tuple[tuple[Member, asyncio.Task[object]], ...]:
         """Newcomers receive the reduced gradient, too; nobody waits for them."""
         named = {entry.peer_id for entry in request.roster}
         return tuple(
-            (member, self._context.in_background(self._ask(member, request)))
+            (member, self._context.in_background(self._ask_listener(member, request)))
             for member in self._listeners(side, request.step)
             if member.peer_id in named
         )
@@ -195,31 +204,63 @@ class Preparer:
         )
 
     async def _ask_all(self, asked: list[tuple[Member, Prepare]]) -> list[Reply]:
-        """Everybody's answer. The first failure ends the attempt: who has not answered soon after is not waited for."""
-        tasks = [asyncio.create_task(self._ask(member, request)) for member, request in asked]
+        """Everybody's answer. The first failure ends the attempt: who has not answered soon after is not waited for.
+
+        So does one who says nothing, and when nothing moves any more.
+        """
+        loop = asyncio.get_running_loop()
+        watch = AttemptWatch([member.peer_id for member, _ in asked], loop.time())
+        tasks = {
+            asyncio.create_task(self._ask(member, request, _listener(watch, member))): member
+            for member, request in asked
+        }
         try:
             left = set(tasks)
             while left:
-                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                waits_from = loop.time()
+                done, left = await asyncio.wait(left, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+                waited_s = loop.time() - waits_from
+                if not done and (waited_s > 2 * WATCH_S or not await self._context.node.is_up()):
+                    watch.excuse(waited_s)
+                for task in done:
+                    watch.answered(tasks[task].peer_id, loop.time())
                 if any(not isinstance(task.result(), Prepared) for task in done) and left:
                     await asyncio.wait(left, timeout=FAILURE_GRACE_S)
                     break
-            return [task.result() if task.done() else None for task in tasks]
+                if watch.silent(loop.time()) or watch.has_stalled(loop.time()):
+                    break
+            now = loop.time()
+            return [task.result() if task.done() else _overdue(watch, tasks[task], now) for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ask(self, member: Member, request: Prepare) -> Prepared | Unprepared | NetError:
+    async def _ask_listener(self, member: Member, request: Prepare) -> Reply:
+        """A newcomer's answer. It may be slower than the members, but not silent."""
+        loop = asyncio.get_running_loop()
+        watch = AttemptWatch([member.peer_id], loop.time())
+        task = asyncio.create_task(self._ask(member, request, _listener(watch, member)))
+        try:
+            while not task.done() and not watch.silent(loop.time()):
+                await asyncio.wait({task}, timeout=WATCH_S)
+            return task.result() if task.done() else _overdue(watch, member, loop.time())
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _ask(
+        self, member: Member, request: Prepare, on_progress: OnProgress | None = None
+    ) -> Prepared | Unprepared | NetError:
         """One peer's answer. A broken link is dialed again once: the same attempt asked again gives the same answer."""
         call = self._context.patient_call
         try:
             try:
-                answer = await call(member.peer_id, request, deadline_s=PREPARE_S)
+                answer = await call(member.peer_id, request, deadline_s=PREPARE_S, on_progress=on_progress)
             except PeerSilent:
                 raise
             except LinkClosed:
-                answer = await call(member.peer_id, request, deadline_s=PREPARE_S)
+                answer = await call(member.peer_id, request, deadline_s=PREPARE_S, on_progress=on_progress)
         except NetError as error:
             return error
         if isinstance(answer, Prepared | Unprepared):
@@ -257,12 +298,33 @@ class Preparer:
                 if answer.code in (Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
                     await context.lose(member, f"cannot take part in step {request.step}: {answer.code}")
             elif not isinstance(answer, HostDownError):  # that is nobody's fault but this host's
-                await context.lose(member, str(answer))
+                # Who only says nothing would be back with its next sign of life, and cost as much in every step. Unless
+                # nobody else has the state: then there is nothing to be done without it.
+                others = [m for m in servers(context.members, member.stage, context.step) if m.key != member.key]
+                must_sync = isinstance(answer, CallTimeout) and bool(others)
+                await context.lose(member, str(answer), must_sync=must_sync)
         if _agreed(answers) is not None:
             return  # it was the other stage of the group that failed
         reason = "; ".join(reasons)[:500] or "replicas disagree on the reduced gradient"
         context.events.emit(PrepareFailed(request.step, request.stage, request.attempt, reason))
         await context.notify()
+
+
+def _listener(watch: AttemptWatch, member: Member) -> OnProgress:
+    def heard(item: Message) -> None:
+        if isinstance(item, Preparing):
+            watch.heard(member.peer_id, item, asyncio.get_running_loop().time())
+
+    return heard
+
+
+def _overdue(watch: AttemptWatch, member: Member, now: float) -> Reply:
+    """What is made of a member that has not answered when its attempt has ended."""
+    if member.peer_id in watch.silent(now):
+        return CallTimeout(f"it has not said for {SILENT_S:.0f} s how its reduction goes")
+    if not watch.has_stalled(now):
+        return None
+    return watch.complaint(member.peer_id) or CallTimeout("its reduction stands still, and it waits for nobody")
 
 
 def _slices(sides: list[_Side]) -> list[slice]:

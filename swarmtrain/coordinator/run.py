@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 WATCH_S = 0.5
 ELECTION_S = 6.0  # how long a restarted coordinator waits for more than half of those who know a stage's state
-WRITE_PATIENCE_S = 20.0  # how long a run that goes back waits for a newer checkpoint that is still being fetched
 DOUBT_S = 1.0  # a peer whose link broke has so long to call again before its stage is said to be empty
 FIRST_RETRY_S = 0.5  # between attempts at the last checkpoint: twice as long after each that fails, up to
 MAX_FETCH_RETRY_S = 5.0  # where peers did not give a state, or
 MAX_WRITE_RETRY_S = 60.0  # where it could not be written: every attempt fetches all states, and a full disk stays full
+WRITE_PATIENCE_S = 20.0  # how long a run that goes back waits for a newer checkpoint that is still being fetched
 ROLL_BACK_AFTER_S = 8.0  # a stage whose state nobody holds for so long, although somebody waits to host it, is lost
 
 

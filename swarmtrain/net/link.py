@@ -143,6 +143,11 @@ class Link:
         return self._core.queue.queued_bytes
 
     @property
+    def received_bytes(self) -> int:
+        """Body bytes that have come, those of unfinished messages too."""
+        return self._reader.num_body_bytes
+
+    @property
     def meter(self) -> LinkMeter:
         """Goodput and round-trip time."""
         return self._core.meter
@@ -269,7 +274,7 @@ class Link:
         try:
             self._callee.check_stalled(now)
             self._caller.check_abandoned()
-            if self._core.queue.stalled_s() > self.options.write_stall_s:
+            if self._core.queue.stalled_s(self._stream.unsent_bytes) > self.options.write_stall_s:
                 raise ProtocolViolation(Violation.NOT_READING, f"no byte taken for {self.options.write_stall_s:g} s")
         except ProtocolViolation as violation:
             self._violated(violation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar, overload
 
@@ -22,6 +22,8 @@ from swarmtrain.net.neighbours import LinkSnapshot, Neighbour, Neighbours
 from swarmtrain.net.rejection import Rejection
 from swarmtrain.net.transport import ByteStream, Transport
 from swarmtrain.wire.schema import Message, Registry
+
+MOVING_S = 86400.0  # the deadline of a call that lasts while it moves
 
 M = TypeVar("M", bound=Message)
 
@@ -71,6 +73,7 @@ class Node:
         self._closers: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.num_refused_streams = 0
+        self.look_up: Callable[[str], Awaitable[bool]] | None = None  # news of a peer that could not be dialed
         self._idle_timer = self._loop.call_later(self.options.idle_s / 4, self._close_idle_links)
         transport.listen(self._accept)
 
@@ -139,6 +142,22 @@ class Node:
             raise MalformedAnswer(f"{peer_id} answered {answer.wire.kind} where {expect.wire.kind} was expected")
         return answer
 
+    async def call_while_moving(self, peer_id: str, request: Message, stall_s: float, *, expect: type[M]) -> M:
+        """As `call`, however long it takes: CallTimeout when nothing at all has come from the peer for `stall_s`."""
+        task = self._loop.create_task(self.call(peer_id, request, MOVING_S, expect=expect))
+        try:
+            received, moved_at = self.received_bytes(peer_id), self._loop.time()
+            while not task.done():
+                await asyncio.wait({task}, timeout=stall_s / 4)
+                if (now_received := self.received_bytes(peer_id)) != received:
+                    received, moved_at = now_received, self._loop.time()
+                elif not task.done() and self._loop.time() - moved_at >= stall_s:
+                    raise CallTimeout(f"nothing has come from {peer_id} for {stall_s:g} s")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     async def _call_remotely(
         self, peer_id: str, request: Message, deadline_s: float, on_progress: OnProgress | None
     ) -> Message:
@@ -186,8 +205,7 @@ class Node:
 
     async def _dial(self, peer_id: str, neighbour: Neighbour) -> Link:
         try:
-            async with asyncio.timeout(self.options.dial_s):
-                stream = await self._transport.open(peer_id, timeout_s=self.options.dial_s)
+            stream = await self._open(peer_id)
         except HostDownError:
             raise
         except (NetError, OSError) as error:  # TimeoutError is an OSError
@@ -210,6 +228,19 @@ class Node:
     async def is_up(self) -> bool:
         """Whether this end's own transport works: if not, nobody can be heard."""
         return await self._transport.is_up()
+
+    async def _open(self, peer_id: str) -> ByteStream:
+        """A stream to the peer; one that was a stranger is looked up and dialed once more."""
+        try:
+            async with asyncio.timeout(self.options.dial_s):
+                return await self._transport.open(peer_id, timeout_s=self.options.dial_s)
+        except HostDownError:
+            raise
+        except (NetError, OSError):
+            if self.look_up is None or not await self.look_up(peer_id):
+                raise
+        async with asyncio.timeout(self.options.dial_s):
+            return await self._transport.open(peer_id, timeout_s=self.options.dial_s)
 
     def _dial_failed(self, neighbour: Neighbour, reason: str) -> float:
         """Wait longer and longer before the next dial; how long."""
@@ -301,6 +332,11 @@ class Node:
         """What is known about the wire to `peer_id`; survives the links themselves."""
         neighbour = self._neighbours.get(peer_id)
         return neighbour.meter.estimate(sum(link.backlog_bytes for link in neighbour.links))
+
+    def received_bytes(self, peer_id: str) -> int:
+        """What has come over the open links with a peer, without pings and the like: grows while anything moves."""
+        neighbour = self._neighbours.find(peer_id)
+        return sum(link.received_bytes for link in neighbour.links) if neighbour is not None else 0
 
     def backlog_bytes(self) -> int:
         """What waits to be sent, to anybody."""

@@ -52,6 +52,7 @@ class OutboundQueue:
         self._allowance = 0
         self._paused = False
         self._paused_at = 0.0
+        self._unsent_bytes = 0
         self._closed = False
         self._pumping = False
         self._num_chunks = 0
@@ -87,8 +88,10 @@ class OutboundQueue:
         fitting = max(self._least_chunk_bytes, int(_CHUNK_S * bytes_per_s))
         self._chunk_bytes = min(fitting, _MOST_CHUNKS_IN_ONE * self._least_chunk_bytes, MAX_CHUNK_BYTES)
 
-    def stalled_s(self) -> float:
-        """For how long the stream has taken nothing although something waits."""
+    def stalled_s(self, unsent_bytes: int) -> float:
+        """For how long the stream has taken nothing although something waits; it holds `unsent_bytes` now."""
+        if unsent_bytes != self._unsent_bytes:  # slow, but it moves
+            self._unsent_bytes, self._paused_at = unsent_bytes, world.monotonic()
         return world.monotonic() - self._paused_at if self._paused and not self._closed else 0.0
 
     async def wait_for_room(self, priority: Priority) -> None:

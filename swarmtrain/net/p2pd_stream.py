@@ -67,6 +67,11 @@ class P2pdStream(asyncio.BufferedProtocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """See `ByteStream`."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
     def pause_reading(self) -> None:
         """Deliver nothing until `resume_reading`."""
         self._reading_paused = True

@@ -42,6 +42,7 @@ class FrameReader:
         self._target_filled = 0
         self._crc = 0
         self.stopped = False
+        self.num_body_bytes = 0  # of messages, finer than chunks: what moves on a slow line
 
     def stop(self) -> None:
         """Ignore everything from now on; lets go of the message buffer."""
@@ -122,6 +123,7 @@ class FrameReader:
         header = self._chunk
         assert header is not None
         self._target_filled += num_bytes
+        self.num_body_bytes += num_bytes
         if self._target_filled < header.length:
             return
         crc = crc32(self._target, self._crc)  # a chunk is short enough to be in the processor's cache still

@@ -42,6 +42,10 @@ class ByteStream(Protocol):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Queue `data`; never blocks. The caller may not change it afterwards. Ignored after the stream closed."""
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What was written and is still here: falls while the other end takes anything."""
+
     def pause_reading(self) -> None:
         """Deliver nothing until `resume_reading`: back-pressure reaches the other end."""
 

@@ -20,7 +20,7 @@ from swarmtrain.wire.messages import Code
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 MAX_PEERS = 500
-PEER_STATES = ("joining", "syncing", "serving", "paused", "draining", "gone", "unknown")
+PEER_STATES = ("joining", "syncing", "serving", "paused", "draining", "gone", "stalled", "unknown")
 RUN_STATES = ("starting", "waiting", "training", "complete")
 _CODES = frozenset(code.value for code in Code) | {"closing", "failed", "timeout", "unreachable", "other"}
 

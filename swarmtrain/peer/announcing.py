@@ -14,6 +14,7 @@ from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.coordinator_link import CoordinatorLink
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.peer.seat import Seat
+from swarmtrain.wire.messages import STALLED
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Announcing:
         seat, context, options = self._seat, self._seat.context, self._options
         times = context.compute.times
         return PeerRecord(
-            state=context.state.value,
+            state=STALLED if context.device.hangs else context.state.value,
             step=context.step,
             incarnation=context.incarnation,
             forward_ms=1000 * times.typical_s(Kind.FORWARD),

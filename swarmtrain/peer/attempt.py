@@ -15,8 +15,9 @@ from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext
 from swarmtrain.reduce.coding import Reduced, factor_pieces, left_pieces
 from swarmtrain.reduce.reduction import Lane, Reduction
-from swarmtrain.wire.messages import Prepare, RosterEntry
+from swarmtrain.wire.messages import Prepare, Preparing, RosterEntry
 
+MAX_NAMED = 16  # peers in one report: more is no news
 _STEP_JOB = -1
 
 
@@ -29,6 +30,8 @@ class Attempt:
         self._changed = asyncio.Condition()
         self._is_closed = False
         self.is_finished = False
+        self._others = {entry.peer_id for entry in (*prepare.roster, *prepare.fused)} - {context.node.peer_id}
+        self._received_before = self._received_bytes()
         coder = context.jobs.coder
         self._num_fused = coder.layout.num_fused if prepare.fused else 0
         self._factors = coder.spec.kind == "powersgd" and prepare.compress and bool(coder.layout.factored)
@@ -42,6 +45,21 @@ class Attempt:
     def has_listeners(self) -> bool:
         """Whether there may be somebody who only receives, and takes longer than the others."""
         return any(not entry.owned for entry in (*self.prepare.roster, *self.prepare.fused))
+
+    def report(self, *, is_computing: bool) -> Preparing:
+        """How it goes."""
+        lanes = list(self._lanes.values())
+        missing = dict.fromkeys(peer for lane in lanes for peer in lane.missing_peers())
+        unanswered = dict.fromkeys(peer for lane in lanes for peer in lane.unanswered_owners())
+        return Preparing(
+            moved_bytes=max(0, self._received_bytes() - self._received_before),
+            is_computing=is_computing,
+            missing=tuple(missing)[:MAX_NAMED],
+            unanswered=tuple(unanswered)[:MAX_NAMED],
+        )
+
+    def _received_bytes(self) -> int:
+        return sum(self._context.node.received_bytes(peer_id) for peer_id in self._others)
 
     async def lane(self, lane: Lane) -> Reduction | None:
         """The reduction of a lane, as soon as this peer has begun it; None if it never will."""
@@ -64,18 +82,16 @@ class Attempt:
         async with self._changed:
             self._changed.notify_all()
 
-    async def run(self, *, deadline_s: float) -> Reduced:
+    async def run(self) -> Reduced:
         """The stage's reduced gradient. Raises ReductionFailed."""
         layout, own_start = self._context.jobs.coder.layout, self._num_fused
         gradient = torch.empty(layout.gradient_size, dtype=torch.float32)
-        loop = asyncio.get_running_loop()
-        ends_at = loop.time() + deadline_s
         own = None if self._share is None else self._share[own_start:]
-        stage = self._run_factors(own, ends_at) if self._factors else self._run_stage(own, gradient, ends_at)
+        stage = self._run_factors(own) if self._factors else self._run_stage(own, gradient)
         if not self._num_fused:
             return await stage
         both = None if self._share is None else self._share[:own_start]
-        fused = self._run_fused(both, gradient[:own_start], ends_at)
+        fused = self._run_fused(both, gradient[:own_start])
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(fused)
@@ -86,20 +102,20 @@ class Attempt:
         gradient[own_start:] = found.gradient[-(gradient.numel() - own_start) :]
         return Reduced(gradient, found.commit)
 
-    async def _run_stage(self, own: Tensor | None, gradient: Tensor, ends_at: float) -> Reduced:
+    async def _run_stage(self, own: Tensor | None, gradient: Tensor) -> Reduced:
         form, commit = self._context.jobs.coder.sliced(compress=self.prepare.compress)
         reduction = Reduction(self._context.node, self.prepare, own, form=form)
         await self._begin(reduction)
-        await reduction.run(gradient[self._num_fused :], deadline_s=_left(ends_at))
+        await reduction.run(gradient[self._num_fused :])
         return Reduced(gradient, commit)
 
-    async def _run_fused(self, both: Tensor | None, out: Tensor, ends_at: float) -> None:
+    async def _run_fused(self, both: Tensor | None, out: Tensor) -> None:
         roster: Sequence[RosterEntry] = self.prepare.fused
         reduction = Reduction(self._context.node, self.prepare, both, lane=Lane.FUSED, roster=roster)
         await self._begin(reduction)
-        await reduction.run(out, deadline_s=_left(ends_at))
+        await reduction.run(out)
 
-    async def _run_factors(self, own: Tensor | None, ends_at: float) -> Reduced:
+    async def _run_factors(self, own: Tensor | None) -> Reduced:
         """PowerSGD: left factors first, everything else once they are known."""
         context, node = self._context, self._context.node
         coder = context.jobs.coder
@@ -110,20 +126,16 @@ class Attempt:
         first = Reduction(node, self.prepare, share, lane=Lane.LEFT, pieces=pieces, form=factors.left_form)
         await self._begin(first)
         left = torch.empty(pieces[-1].stop)
-        await first.run(left, deadline_s=_left(ends_at))
+        await first.run(left)
         vector = (await context.compute.run(Kind.STEP, _STEP_JOB, lambda: factors.vector(left))).value
         pieces = factor_pieces(coder.layout, owned)
         second = Reduction(node, self.prepare, vector, pieces=pieces, form=factors.form)
         await self._begin(second)
         total = torch.empty(second.pieces[-1].stop)
-        await second.run(total, deadline_s=_left(ends_at))
+        await second.run(total)
         return (await context.compute.run(Kind.STEP, _STEP_JOB, lambda: factors.reduced(left, total))).value
 
     async def _begin(self, reduction: Reduction) -> None:
         async with self._changed:
             self._lanes[reduction.lane] = reduction
             self._changed.notify_all()
-
-
-def _left(ends_at: float) -> float:
-    return max(0.1, ends_at - asyncio.get_running_loop().time())

@@ -11,7 +11,7 @@ from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.hearing import Hearing
 from swarmtrain.wire.messages import Code, Part, Prepare, Prepared, Unprepared
 
-PART_WAIT_S = 10.0  # how long a share waits for this peer's own prepare
+PART_WAIT_S = 30.0  # how long a share waits for this peer's own prepare; then until its share is computed
 MAX_PAST = 3  # finished reductions that are kept for newcomers who are still receiving them
 _NO_ATTEMPT = (-1, -1, -1)
 
@@ -46,7 +46,9 @@ class Attempts:
             if wanted > self._newest or self._task is None:
                 self._hearing.drop()  # it is one of the others now
                 await self._end(next_step=prepare.step)
-                self._newest = wanted
+                async with self._changed:
+                    self._newest = wanted
+                    self._changed.notify_all()
                 self._task = asyncio.create_task(work(prepare), name=f"prepare step {prepare.step}")
             return self._task
 
@@ -62,14 +64,27 @@ class Attempts:
         attempt = self._past.get(wanted)
         if attempt is None:
             try:
-                async with asyncio.timeout(PART_WAIT_S), self._changed:
-                    await self._changed.wait_for(lambda: self._reducing is not None and self._reducing.key >= wanted)
+                await self._begins(wanted)
             except TimeoutError:
                 raise context.refuse(Code.UNKNOWN, "this peer was not asked to prepare this attempt") from None
             attempt = self._reducing
         if attempt is None or attempt.key != wanted:
             raise context.refuse(Code.AHEAD, f"attempt {part.attempt} was given up")
         return attempt
+
+    async def _begins(self, wanted: tuple[int, int, int]) -> None:
+        """Wait until this attempt reduces, or a later one was asked for. TimeoutError if it is not asked for at all."""
+        async with asyncio.timeout(PART_WAIT_S) as patience, self._changed:
+            while self._newest <= wanted and (self._reducing is None or self._reducing.key < wanted):
+                if self._newest == wanted and patience.when() is not None:
+                    patience.reschedule(None)  # it was asked, and its device is at its share
+                await self._changed.wait()
+
+    async def call_off(self, prepare: Prepare) -> None:
+        """Whoever asked for this attempt does not want it any more."""
+        async with self._beginning:
+            if self._newest == (prepare.term, prepare.step, prepare.attempt):
+                await self._end()
 
     async def give_up(self) -> None:
         """End what is under way."""

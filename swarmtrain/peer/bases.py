@@ -5,6 +5,9 @@ A basis is named by its digest, which the decision holds. So nobody can move els
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from swarmtrain.peer.context import PeerContext
 from swarmtrain.wire.messages import Apply, Basis, Code, FetchBasis
 
 FETCH_S = 30.0
+STAGGER_S = 2.0  # a donor that has not answered by then is not waited for: the next one is asked as well
 MAX_KEPT = 4  # a newcomer may apply several moves one after the other
 _STEP_JOB = -1
 
@@ -44,27 +48,53 @@ class Bases:
         self._keep(step, timed.value.cpu())
         return tensor_digest(timed.value)
 
+    def known(self, apply: Apply) -> Tensor | None:
+        """The basis that a decision names, if it is here."""
+        known = self._known.get(apply.step)
+        return known if known is not None and tensor_digest(known) == apply.basis else None
+
     async def learn(self, apply: Apply) -> Tensor:
         """The basis that a decision names: the own proposal if it is that one, else from somebody who has it."""
-        known = self._known.get(apply.step)
-        if known is not None and tensor_digest(known) == apply.basis:
+        if (known := self.known(apply)) is not None:
             return known
-        context, reason = self._context, "nobody was named"
-        for donor in apply.basis_donors:
-            if donor == context.node.peer_id:
-                continue
-            try:
-                request = FetchBasis(context.run_id, apply.step)
-                answer = await context.node.call(donor, request, deadline_s=FETCH_S, expect=Basis)
-                found = self._read(bytes(answer.values))
-            except (NetError, ValueError) as error:
-                reason = f"{donor[-8:]}: {error}"
-                continue
-            if tensor_digest(found) == apply.basis:
-                self._keep(apply.step, found)
-                return found
-            reason = f"{donor[-8:]} has another one"
+        found = await self._fetch_first([donor for donor in apply.basis_donors if donor != self._own_id], apply)
+        self._keep(apply.step, found)
+        return found
+
+    @property
+    def _own_id(self) -> str:
+        return self._context.node.peer_id
+
+    async def _fetch_first(self, donors: Sequence[str], apply: Apply) -> Tensor:
+        """From the donor that is first to deliver it: the next one is asked when one fails or is slow."""
+        waiting: set[asyncio.Task[Tensor]] = set()
+        left, reason = list(donors), "nobody was named"
+        try:
+            while left or waiting:
+                if left:
+                    waiting.add(asyncio.create_task(self._fetch_from(left.pop(0), apply)))
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=STAGGER_S if left else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    if (error := task.exception()) is None:
+                        return task.result()
+                    if not isinstance(error, NetError | ValueError):
+                        raise error
+                    reason = str(error)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
         raise BasisMissing(f"the basis of step {apply.step} could not be had: {reason}")
+
+    async def _fetch_from(self, donor: str, apply: Apply) -> Tensor:
+        request = FetchBasis(self._context.run_id, apply.step)
+        answer = await self._context.node.call(donor, request, deadline_s=FETCH_S, expect=Basis)
+        found = self._read(bytes(answer.values))
+        if tensor_digest(found) != apply.basis:
+            raise ValueError(f"{donor[-8:]} has another one")
+        return found
 
     async def fetch(self, fetch: FetchBasis, exchange: Exchange) -> Basis:
         """Answer `FetchBasis`: a kept one, or the current one if the subspace has not moved again since."""

@@ -15,6 +15,7 @@ from swarmtrain.model.worker import StageWorker
 from swarmtrain.net.directory import Directory
 from swarmtrain.net.network import NetworkHost
 from swarmtrain.net.node import Node
+from swarmtrain.peer.acquaintance import Acquaintance
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext
 from swarmtrain.peer.coordinator_link import CoordinatorLink
@@ -54,6 +55,8 @@ async def build_context(
         neighbours.start()
         stack.push_async_callback(neighbours.close)
         dispatcher = Dispatcher(node, neighbours)
+    ends = {0, manifest.stages.count - 1} if manifest.model.tie_embeddings else set()
+    node.look_up = Acquaintance(host, directory, sorted({options.stage} | ends)).meet
     return PeerContext(
         run_id=options.invite.run_id,
         manifest=manifest,

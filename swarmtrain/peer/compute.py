@@ -12,7 +12,7 @@ import heapq
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from threading import Lock
@@ -98,6 +98,16 @@ class _Job:
             self.future.set_result(Timed(self.value, self.began - self.submitted, run_s))
 
 
+HANG_S = 20.0  # a job that takes longer than this, and much longer than those of its kind, hangs
+FIRST_HANG_S = 120.0  # the same where nothing is known: a first pass may compile
+HANG_FACTOR = 8.0
+
+
+def hang_limit_s(recent_s: Collection[float]) -> float:
+    """How long a job may run before its device is taken to hang, by the times of the last ones of its kind."""
+    return max(HANG_S, HANG_FACTOR * max(recent_s)) if recent_s else FIRST_HANG_S
+
+
 RECENT = 64  # jobs of a kind that stand for its usual time
 
 
@@ -144,6 +154,7 @@ class ComputeThread:
         self._has_failed = False  # the last pass
         self._idle_since = world.monotonic()
         self.times = ComputeTimes()
+        self._running: tuple[Kind, float] | None = None  # since when; written by the thread
         self.on_running_out: Callable[[], None] = _nobody_cares  # called on the loop
         self._engine = world.start_engine("compute", self._take)
 
@@ -158,6 +169,15 @@ class ComputeThread:
             self.split.begin(Part.QUEUE)
         self._engine.wake()
         return await future  # type: ignore[return-value]
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the job that runs should have ended long ago."""
+        running = self._running
+        if running is None:
+            return False
+        kind, began = running
+        return world.monotonic() - began > hang_limit_s(self.times.recent_s[kind])
 
     def backlog(self) -> int:
         """Jobs that wait."""
@@ -208,6 +228,7 @@ class ComputeThread:
                 self.split.end(Part.QUEUE)
                 continue
             self.times.idle_s += job.began - self._idle_since
+            self._running = (job.kind, job.began)
             self.split.take()
             if is_last:
                 self._loop.call_soon_threadsafe(self.on_running_out)
@@ -216,7 +237,7 @@ class ComputeThread:
     def job_finished(self, job: _Job, run_s: float) -> None:
         """Called by the job, on the thread."""
         self.split.end(Part.COMPUTE)
-        self._idle_since = world.monotonic()
+        self._running, self._idle_since = None, world.monotonic()
         self.times.add(job.kind, run_s)
         self._loop.call_soon_threadsafe(job.deliver, run_s)
         if job.kind in PASSES:

@@ -16,6 +16,7 @@ from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.split import MicrobatchTimes
 from swarmtrain.observe.word import Word
 from swarmtrain.peer.compute import ComputeThread, Kind
+from swarmtrain.peer.device import DeviceWatch
 from swarmtrain.peer.jobs import StageJobs
 from swarmtrain.peer.ledger import Ledger
 from swarmtrain.run.manifest import Manifest
@@ -98,6 +99,10 @@ class PeerContext:
     ledger: Ledger = field(default_factory=lambda: Ledger(0))
     counters: Counters = field(default_factory=Counters)
     step_changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    device: DeviceWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = DeviceWatch(self.compute)
 
     def become(self, state: PeerState) -> None:
         """The only way to another state."""

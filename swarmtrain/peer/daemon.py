@@ -221,6 +221,7 @@ class PeerDaemon:
                 tasks.create_task(settled.enrolling.run()),
                 tasks.create_task(settled.announcing.run()),
                 tasks.create_task(settled.observer.watch()),
+                tasks.create_task(context.device.run(seat.changed)),
             ]
             if self.options.may_move:
                 moving = Moving(context, joined.link, joined.directory, mover, self._move)

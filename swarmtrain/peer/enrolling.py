@@ -20,11 +20,12 @@ from swarmtrain.peer.options import PeerOptions
 from swarmtrain.peer.seat import Seat
 from swarmtrain.peer.steps import Steps
 from swarmtrain.peer.syncing import Syncing
-from swarmtrain.wire.messages import Acknowledged, Code, Enroll, Enrolled, Leave, Resync, Verdict
+from swarmtrain.wire.messages import STALLED, Acknowledged, Code, Enroll, Enrolled, Leave, Resync, Verdict
 
 log = logging.getLogger(__name__)
 
 ENROLL_S = 2.0
+_ACTIVE = (PeerState.JOINING, PeerState.SYNCING, PeerState.SERVING)
 
 SayPhase = Callable[[str, str], None]
 
@@ -48,6 +49,7 @@ class Enrolling:
         self._steps, self._syncing, self._observer = steps, syncing, observer
         self._leave, self._say_phase = leave, say_phase
         self._looking: asyncio.Task[bool] | None = None
+        self._stopping: asyncio.Task[None] | None = None  # dropping what does not count any more
         self.metrics_at = ""  # HOST:PORT, told to the coordinator
 
     async def run(self) -> None:
@@ -96,9 +98,10 @@ class Enrolling:
 
     async def say_goodbye(self) -> None:
         """End what is under way, and tell the coordinator that this peer is gone."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        for task in (self._looking, self._stopping):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self._syncing.close()
         await self._steps.close()
         self._context.become(PeerState.GONE)
@@ -128,6 +131,9 @@ class Enrolling:
         seat.heard_step(answer.step, holds_sum=self._steps.is_prepared)
         if answer.verdict is Verdict.LEAVE:
             self._leave(answer.reason)
+        elif self._is_stalled:
+            if answer.verdict is Verdict.WAIT:
+                await self._stop_serving(answer.reason)
         elif answer.verdict is Verdict.SERVE and context.state in (PeerState.JOINING, PeerState.SYNCING):
             if self._steps.hearing.is_going_on:
                 return  # of the step under way: until it has that, it listens, or it would miss the next one
@@ -150,8 +156,22 @@ class Enrolling:
             return
         self._say_phase("syncing", reason)
         self._seat.syncs()
-        await self._syncing.begin()
-        self._seat.enroll_now.set()
+        stopping = asyncio.create_task(self._syncing.begin(), name="stop serving")
+        stopping.add_done_callback(lambda _: self._seat.enroll_now.set())
+        try:
+            if await self._context.device.ends(stopping):
+                await stopping
+            else:  # it ends when the device answers again, which is the proof that it does
+                self._stopping = stopping
+        except asyncio.CancelledError:
+            stopping.cancel()
+            raise
+
+    @property
+    def _is_stalled(self) -> bool:
+        """Whether nothing can be had of the device; to the end of what was begun because of that."""
+        is_stopping = self._stopping is not None and not self._stopping.done()
+        return self._context.device.hangs or is_stopping
 
     def _sign_of_life(self) -> Enroll:
         context, options = self._context, self._options
@@ -159,7 +179,7 @@ class Enrolling:
         return Enroll(
             run=context.run_id,
             stage=context.stage,
-            state=context.state.value,
+            state=STALLED if self._is_stalled and context.state in _ACTIVE else context.state.value,
             incarnation=context.incarnation,
             step=context.step,
             state_digest=applied.state_digest if applied is not None else "",

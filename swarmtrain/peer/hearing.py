@@ -63,6 +63,12 @@ class Hearing:
         """Whether a step's sum is being received."""
         return any(not item.task.done() for item in self._receptions.values())
 
+    def call_off(self, prepare: Prepare) -> None:
+        """Whoever asked for this does not want it any more."""
+        known = self._receptions.get(prepare.step)
+        if known is not None and known.attempt == (prepare.term, prepare.attempt):
+            known.task.cancel()
+
     def drop(self, *, before: int | None = None) -> None:
         """What is received of steps before a newer state is of no use. None: of all steps."""
         for step in [step for step in self._receptions if before is None or step < before]:

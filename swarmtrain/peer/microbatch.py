@@ -69,6 +69,7 @@ class Microbatches:
             return entry.answer
         is_first = entry is None
         if entry is None:
+            context.device.check()
             self._check_room()
             entry = context.ledger.open(work.microbatch, bytes(work.tokens), bytes(work.boundary))
             entry.hops = {hop.stage: hop for hop in work.hints}
@@ -87,7 +88,7 @@ class Microbatches:
         listeners = self._listeners.setdefault(work.microbatch, {})
         listeners[exchange] = None
         try:
-            answer = await asyncio.shield(entry.task)
+            answer = await context.device.unless_it_hangs(asyncio.shield(entry.task))
         finally:
             listeners.pop(exchange, None)
         if not is_first and self._has_other_mask(entry, work):
@@ -140,6 +141,7 @@ class Microbatches:
         entry = context.ledger.get(replay.microbatch)
         if entry is None or entry.answer is None or context.dispatcher is None:
             raise context.refuse(Code.UNKNOWN, f"({replay.step}, {replay.microbatch}) is not finished here")
+        context.device.check()
         context.counters.replayed += 1
         work = Work(
             run=replay.run,
@@ -157,7 +159,8 @@ class Microbatches:
         check = partial(self._check_answer, entry, work, keep=False)
         try:
             with context.compute.split.during(Part.WIRE):
-                below = await context.dispatcher.call(work, deadline_s=deadline_s, check=check)
+                calling = context.dispatcher.call(work, deadline_s=deadline_s, check=check)
+                below = await context.device.unless_it_hangs(calling)
         except StaleWork as error:
             raise self._as_refusal(error) from error
         return Done(below.loss, (context.hop, *below.route), 0.0, 0.0, 0.0, b"", context.load_s)
@@ -291,13 +294,15 @@ class Microbatches:
     async def _evaluate(self, work: Work, exchange: Exchange) -> Done:
         """A validation microbatch: forward only, touches no ledger."""
         context = self._context
+        context.device.check()
         self._check_room()
         try:
-            timed = await context.compute.run(
+            computing = context.compute.run(
                 Kind.EVALUATE,
                 work.microbatch,
                 lambda: context.jobs.evaluate(work.tokens, work.boundary, work.step, work.microbatch),
             )
+            timed = await context.device.unless_it_hangs(computing)
             context.counters.evaluated += 1
             if context.dispatcher is None:
                 return Done(timed.value.loss, (context.hop,), timed.queue_s, timed.run_s, 0.0, b"", context.load_s)

@@ -37,6 +37,7 @@ from swarmtrain.wire.messages import (
     Part,
     Prepare,
     Prepared,
+    Preparing,
     ReducedPart,
     Unprepared,
 )
@@ -44,7 +45,7 @@ from swarmtrain.wire.messages import (
 log = logging.getLogger(__name__)
 
 STEP_WAIT_S = 15.0
-REDUCE_S = 60.0
+REPORT_S = 5.0  # how often the coordinator hears how an attempt goes
 MAX_BUFFERED_STEPS = 64  # reduced gradients that a listener keeps, if its memory allows; then it needs a newer state
 _STEP_JOB = -1  # step work has no microbatch
 
@@ -67,6 +68,7 @@ class Steps:
         self.attempts = Attempts(context, self.hearing)
         self.bases = Bases(context)
         self._ready: dict[int, Ready] = {}
+        self._reducing: dict[tuple[int, int, int], Attempt] = {}
         self._decisions: dict[int, Apply] = {}  # a listener's, not yet applied
         self._applying = asyncio.Lock()
         self.last_applied: Applied | None = None
@@ -84,14 +86,38 @@ class Steps:
         if context.state is PeerState.SYNCING:
             task = self.hearing.hear(prepare, self._receive)
         else:
+            context.device.check()
             await context.reach_step(prepare.step, timeout_s=STEP_WAIT_S)
             task = await self.attempts.begin(prepare, self._prepare)
+        return await self._ended(task, prepare, exchange)
+
+    async def _ended(
+        self, task: asyncio.Task[Prepared | Unprepared], prepare: Prepare, exchange: Exchange
+    ) -> Prepared | Unprepared:
+        """What an attempt comes to. Meanwhile the coordinator hears how it goes, and may call it off."""
+        context, calling_off = self._context, asyncio.ensure_future(exchange.cancelled.wait())
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up") from None
-            raise
+            while not task.done():
+                await asyncio.wait({task, calling_off}, timeout=REPORT_S, return_when=asyncio.FIRST_COMPLETED)
+                if not task.done() and (calling_off.done() or context.device.hangs):
+                    self.hearing.call_off(prepare)
+                    await self.attempts.call_off(prepare)
+                    context.device.check()
+                    raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was called off")
+                if not task.done():
+                    exchange.progress(self._report(prepare))
+        finally:
+            calling_off.cancel()
+        if task.cancelled():
+            raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was given up")
+        return task.result()
+
+    def _report(self, prepare: Prepare) -> Preparing:
+        """How an attempt goes: before it reduces, and when it has, it is the device that works."""
+        attempt = self._reducing.get((prepare.term, prepare.step, prepare.attempt))
+        if attempt is None:
+            return Preparing(0, True, (), ())
+        return attempt.report(is_computing=attempt.is_finished)
 
     async def part(self, part: Part, exchange: Exchange) -> ReducedPart:
         """Another peer's share of a piece that this peer owns."""
@@ -99,11 +125,7 @@ class Steps:
         is_fused = part.lane == Lane.FUSED  # between two stages: the roster says who belongs to it
         await context.check_neighbour(part.run, part.term, context.stage if is_fused else part.stage)
         attempt = await self.attempts.of(part)
-        try:
-            async with asyncio.timeout(REDUCE_S):  # a lane may begin when another one has ended
-                reduction = await attempt.lane(Lane(part.lane))
-        except TimeoutError:
-            raise context.refuse(Code.UNKNOWN, f"this attempt has no lane {part.lane}") from None
+        reduction = await attempt.lane(Lane(part.lane))  # it may begin when another one has ended
         if reduction is None:
             raise context.refuse(Code.UNKNOWN, "this attempt was given up")
         return await reduction.take(part, exchange.peer_id)
@@ -115,6 +137,8 @@ class Steps:
         await self.hearing.ended(apply.step)  # a newcomer may serve before it has all of the step under way
         if context.state is PeerState.SYNCING:
             return await self._note_decision(apply)
+        if self.is_prepared:
+            await self._learn_basis(apply)  # not under the lock: donors may be slow, and others want the state
         async with self._applying:
             if context.step == apply.step + 1 and self.last_applied is not None:
                 return self.last_applied
@@ -131,7 +155,7 @@ class Steps:
     @property
     def is_prepared(self) -> bool:
         """Whether this step's sum is reduced here and its decision is awaited."""
-        return self._context.step in self._ready
+        return self._context.step in self._ready or self._context.is_applying
 
     async def snapshot_of(self, step: int) -> StateSource | None:
         """A copy of the state of `step`: a kept one, or a new one while that is the current step."""
@@ -158,9 +182,12 @@ class Steps:
     async def catch_up(self) -> None:
         """Apply the decisions that a listener has heard, as far as they follow each other."""
         context = self._context
-        async with self._applying:
-            while (apply := self._decisions.pop(context.step, None)) is not None:
-                await self._apply(apply, self._ready[apply.step])
+        while (apply := self._decisions.get(context.step)) is not None:
+            await self._learn_basis(apply)
+            async with self._applying:
+                if self._decisions.get(context.step) is apply:
+                    del self._decisions[apply.step]
+                    await self._apply(apply, self._ready[apply.step])
 
     def drop_taken_back(self, term: int, step: int) -> None:
         """The coordinator of `term` counts `step` steps: what a former one decided beyond them was taken back."""
@@ -202,7 +229,12 @@ class Steps:
 
     async def _apply(self, apply: Apply, ready: Ready) -> Applied:
         context = self._context
-        basis = await self._learn_basis(apply)
+        basis = self.bases.known(apply) if apply.basis else None
+        if apply.basis and basis is None:
+            raise context.refuse(Code.UNKNOWN, f"the basis of step {apply.step} is not here yet", retry_after_s=1.0)
+        # Used up: should this fail half-way, being told again must not apply it to what is left. Then the state is
+        # fetched again.
+        self._ready.pop(apply.step, None)
         context.is_applying = True  # what arrives from now on belongs to the next step
         try:
             timed = await context.compute.run(
@@ -212,24 +244,31 @@ class Steps:
                     ready.reduced, apply.scale, apply.learning_rate, basis, counted=ready.counted
                 ),
             )
-            if apply.snapshot:
-                await self._snapshots.keep()
-            self.last_applied = Applied(apply.step + 1, timed.value)
+            applied = self.last_applied = Applied(apply.step + 1, timed.value)
             context.state_term = apply.term
             self._ready = {step: item for step, item in self._ready.items() if step > apply.step}
             self._snapshots.drop_unused()
+            if apply.snapshot:
+                await self._keep_snapshot()
             await context.enter_step(apply.step + 1)
         finally:
             context.is_applying = False
         context.faults.hit(Point.AFTER_APPLY)
-        return self.last_applied
+        return applied
 
-    async def _learn_basis(self, apply: Apply) -> Tensor | None:
-        """Where the subspace moves with this step; None if it does not. Without it the step cannot be applied yet."""
-        if not apply.basis:
-            return None
+    async def _keep_snapshot(self) -> None:
+        """A copy that cannot be made costs nobody but those who would have fetched it: the step is applied."""
         try:
-            return await self.bases.learn(apply)
+            await self._snapshots.keep()
+        except Exception as error:
+            log.warning("no copy of the state after step %d is kept: %r", self._context.step, error)
+
+    async def _learn_basis(self, apply: Apply) -> None:
+        """Learn where the subspace moves with this step, if it does: without that the step cannot be applied yet."""
+        if not apply.basis:
+            return
+        try:
+            await self.bases.learn(apply)
         except BasisMissing as error:
             raise self._context.refuse(Code.UNKNOWN, str(error), retry_after_s=1.0) from error
 
@@ -258,16 +297,24 @@ class Steps:
         attempt = Attempt(context, prepare, share)
         if not listens:  # who does owns nothing: nobody asks it for parts
             await self.attempts.reduce_in(attempt)
+        self._reducing[attempt.key] = attempt
+        try:
+            return await self._reduce(attempt, frozenset(wanted))
+        finally:
+            self._reducing.pop(attempt.key, None)
+
+    async def _reduce(self, attempt: Attempt, counted: frozenset[int]) -> Prepared | Unprepared:
+        context, prepare = self._context, attempt.prepare
         try:
             with context.compute.split.during(TimePart.REDUCE):
-                reduced = await attempt.run(deadline_s=REDUCE_S)
+                reduced = await attempt.run()
         except ReductionFailed as error:
             log.info("reduction of step %d failed: %s", prepare.step, error)
             return Unprepared(b"", error.suspects, str(error)[:1000])
         attempt.finish()
         finished = await context.compute.run(Kind.STEP, _STEP_JOB, lambda: context.jobs.finish(reduced.gradient))
         squared_norm, digest = finished.value
-        self._ready[prepare.step] = Ready(reduced, digest, frozenset(wanted))
+        self._ready[prepare.step] = Ready(reduced, digest, counted)
         return Prepared(squared_norm, digest, await self.bases.propose(prepare.step, reduced.gradient))
 
     async def _share(self, ledger: Ledger, wanted: set[int], step: int) -> Tensor:

@@ -9,6 +9,7 @@ bytes is `shares.py`; an attempt may consist of several reductions, one per lane
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,6 +24,7 @@ from swarmtrain.reduce.shares import EXACT, BadShare, Buffer, Share, ShareFormat
 from swarmtrain.wire.messages import Code, Part, Prepare, ReducedPart, RosterEntry
 
 IN_FLIGHT = 4  # pieces on the way to one owner at once, in a small group
+_DAY_S = 86400.0  # a share waits for the slowest of all; links notice by themselves when nothing gets through
 _GROUP_IN_FLIGHT = 16  # shares that one owner has to hold at once, as far as one piece of everybody allows
 
 
@@ -78,6 +80,7 @@ class Reduction:
         self._share = share.numpy() if share is not None else None
         self.num_sent = 0  # elements that went to other owners
         self.num_received = 0  # elements that came back from them
+        self._num_left = Counter(piece.owner for piece in self.pieces if piece.owner != self.position)
         loop = asyncio.get_running_loop()
         self._owned = {
             piece.index: _OwnedPiece(piece, {}, loop.create_future())
@@ -85,18 +88,19 @@ class Reduction:
             if piece.owner == self.position
         }
 
-    async def run(self, out: Tensor, *, deadline_s: float) -> None:
-        """Fill `out` (flat fp32) with the reduced sum, or raise ReductionFailed."""
+    async def run(self, out: Tensor) -> None:
+        """Fill `out` (flat fp32) with the reduced sum, or raise ReductionFailed.
+
+        Takes as long as it takes: whether it still moves is judged by whoever sees all members.
+        """
         # A window per owner: all peers send an owner its pieces in the same order, so the first piece that it still
         # waits for is always on its way from everybody. A window over all owners would let peers wait in a circle.
         window = max(1, min(IN_FLIGHT, _GROUP_IN_FLIGHT // len(self.peers)))
         rooms = [asyncio.Semaphore(window) for _ in self.peers]
         try:
-            async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as tasks:
                 for piece in self._rotated():
                     tasks.create_task(self._reduce(piece, out, rooms[piece.owner]))
-        except TimeoutError:
-            raise ReductionFailed(f"not finished within {deadline_s:.0f} s", self.missing_peers()) from None
         except ExceptionGroup as group:
             raise _first(group) from group
 
@@ -111,12 +115,18 @@ class Reduction:
                 owned.result.cancel()
 
     def missing_peers(self) -> list[str]:
-        """Contributors whose share of a piece of this peer has not come."""
-        late: set[int] = set()
+        """Contributors whose share of the first piece that this peer waits for has not come.
+
+        Not of later ones: others send a piece only when those before it are answered.
+        """
         for owned in self._owned.values():
             if not owned.result.done():
-                late |= set(self.contributors) - owned.shares.keys()
-        return [self.peers[i] for i in sorted(late)]
+                return [self.peers[i] for i in self.contributors if i not in owned.shares]
+        return []
+
+    def unanswered_owners(self) -> list[str]:
+        """Other owners of whose pieces this peer does not have all."""
+        return [self.peers[i] for i, left in sorted(self._num_left.items()) if left]
 
     async def take(self, part: Part, sender: str) -> ReducedPart:
         """Another peer's share of a piece that this peer owns; answers when the piece is complete."""
@@ -149,6 +159,7 @@ class Reduction:
             async with room:
                 raw = await self._send(piece)
             self.num_received += size
+            self._num_left[piece.owner] -= 1
         try:
             out.numpy()[piece.start : piece.stop] = self._form.result(raw, size)
         except BadShare as error:
@@ -171,7 +182,7 @@ class Reduction:
             lane=int(self.lane),
         )
         try:
-            return (await self._node.call(owner, part, deadline_s=600.0, expect=ReducedPart)).values
+            return (await self._node.call(owner, part, deadline_s=_DAY_S, expect=ReducedPart)).values
         except CallRefused as error:
             raise ReductionFailed(f"{owner[-8:]}: {error}", []) from error
         except NetError as error:

@@ -7,11 +7,12 @@ no order: the seed decides. What belongs to a process that was killed is dropped
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 ITERATION_S = 2e-6  # what a turn of the loop takes: whoever spins without a timer gets older as well
@@ -91,14 +92,20 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_until(self, condition: Callable[[], bool], *, limit_s: float) -> bool:
         """Turn until `condition` holds or `limit_s` seconds have passed; whether it holds."""
         ends_at = self._virtual_s + limit_s
-        previous = asyncio.events._get_running_loop()
-        asyncio.events._set_running_loop(self)
-        try:
+        with self.entered():
             while not condition():
                 if self._virtual_s >= ends_at:
                     return False
                 self._run_once()
             return True
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, this is the loop that runs."""
+        previous = asyncio.events._get_running_loop()
+        asyncio.events._set_running_loop(self)
+        try:
+            yield
         finally:
             asyncio.events._set_running_loop(previous)
 

@@ -66,7 +66,9 @@ class SimulatedMachine:
 
     def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> SimulatedProcess:
         """A new life of a daemon: `main` is called in it."""
-        assert self.process is None or not self.process.is_alive, f"{self.name} is still running"
+        if self.process is not None:
+            assert not self.process.is_running, f"{self.name} is still running"
+            self.process.kill()  # whatever its main has left running
         self.is_off = False
         self.num_processes += 1
         self.process = SimulatedProcess(self, f"{self._seed}:{self.name}:{self.num_processes}", main)
@@ -175,6 +177,15 @@ class SimulatedProcess:
                 await handler(arguments)
 
             self.spawn(work(), f"owner asks {command}")
+
+    def answer(self, command: str) -> Any:
+        """What the daemon answers its owner, if that takes no time."""
+        with self.machine.loop.entered():
+            try:
+                self.context.run(next, self.commands[command]({}).__await__())
+            except StopIteration as end:
+                return end.value
+        raise AssertionError(f"{self.machine.name} does not answer {command} at once")
 
     def stop(self) -> None:
         """SIGSTOP."""

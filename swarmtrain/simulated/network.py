@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 HIGH_WATER_BYTES = 256 << 10  # undelivered: the writer is told to pause
 LOW_WATER_BYTES = 64 << 10
+SEGMENT_BYTES = 1400  # what arrives at once is at most this, or
+SEGMENT_S = 0.25  # so much of a line's time: on a slow one, large writes trickle in
 KILLED_S = 0.05  # after its parent's death p2pd is gone so soon
 
 
@@ -170,9 +172,12 @@ class Pipe:
         """On its way."""
         if self._is_finished or self.is_void:
             return
-        at = self._network.arrival(self.source, self.target, len(data))
-        self._last_at = max(at, self._last_at)
-        self._items.append((self._last_at, data))
+        most = max(SEGMENT_BYTES, int(SEGMENT_S * self._network.line(self.source, self.target).bytes_per_s))
+        for start in range(0, len(data), most):
+            segment = data[start : start + most]
+            at = self._network.arrival(self.source, self.target, len(segment))
+            self._last_at = max(at, self._last_at)
+            self._items.append((self._last_at, segment))
         self.num_bytes += len(data)
         self._set_timer()
 
@@ -273,6 +278,11 @@ class SimulatedStream:
         if self.outgoing.num_bytes > HIGH_WATER_BYTES and not self._is_writer_paused and self._receiver is not None:
             self._is_writer_paused = True
             self._receiver.pause_writing()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """See `ByteStream`."""
+        return self.outgoing.num_bytes
 
     def pause_reading(self) -> None:
         """See `ByteStream`."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import hashlib
 import logging
@@ -60,6 +61,8 @@ class Life:
     events: list[tuple[float, Event]] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)  # with which its processes ended
     daemon: Any = None  # of its last process
+    faults: Faults = field(default_factory=Faults)  # that its last process has before it
+    struck: list[str] = field(default_factory=list)  # faults at points that have happened: "kill at before-forward"
     stop_s: float = 8.0  # how long a fault that stops it at a point lasts
 
     @property
@@ -100,8 +103,12 @@ class Life:
 
     def arm(self, point: str, nth: int, action: str) -> None:
         """Have a fault happen the n-th time from now that this daemon reaches a point (observe/faults.py)."""
-        faults: Faults = self.daemon.options.faults
-        faults.arm(point, nth, action)
+        self.faults.arm(point, nth, action)
+
+    def status(self) -> dict[str, Any]:
+        """What `swarmtrain status --json` prints."""
+        found: dict[str, Any] = self.process.answer("status")
+        return found
 
 
 class SimulatedSwarm:
@@ -131,7 +138,8 @@ class SimulatedSwarm:
         asyncio.set_event_loop(self.loop)
         self._collects = gc.isenabled()
         gc.disable()  # when objects are freed must not depend on what ran before
-        gc.freeze()  # what is there now is not looked at when this swarm is freed
+        _forget_imports()
+        gc.collect()  # the swarm before this one
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -168,7 +176,6 @@ class SimulatedSwarm:
         self.network.streams.clear()
         self.network.pipes.clear()
         gc.collect()
-        gc.unfreeze()
         self.loop.close()
 
     # ---- what is there -----------------------------------------------------------------------------------------------
@@ -258,8 +265,8 @@ class SimulatedSwarm:
 
     def start_peer(self, name: str, stage: int, *, speed: float | None = None, **options: Any) -> Life:
         """Start a peer, or start it again on its state directory."""
-        life = self._life(name, stage)
-        life.stage = stage
+        life = self._life(name, 0)
+        life.stage = max(0, stage)  # with AUTO it says itself which
         if speed is not None:
             life.machine.speed = speed
         choice = PeerOptions(
@@ -295,7 +302,12 @@ class SimulatedSwarm:
                 life.process.kill()
                 raise Killed
 
-        return Faults(is_enabled=True, strike=strike, tell=lambda text: self.note(f"{self.now:.9f} {life.name} {text}"))
+        def tell(text: str) -> None:
+            life.struck.append(text.removeprefix("test fault: "))
+            self.note(f"{self.now:.9f} {life.name} {text}")
+
+        life.faults = Faults(is_enabled=True, strike=strike, tell=tell)
+        return life.faults
 
     def _start(self, life: Life, make: Callable[[Events], Any]) -> None:
         def note(event: Event) -> None:
@@ -389,11 +401,18 @@ class SimulatedSwarm:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
+@functools.cache
+def _forget_imports() -> None:
+    """What was loaded with the modules is never looked at again when a swarm is freed: that takes longer than a run."""
+    gc.collect()
+    gc.freeze()
+
+
 def _release(daemon: Any) -> None:
     """What the operating system does for a dead process: its files are closed, its locks are gone."""
     journal = getattr(daemon, "journal", None)
     if journal is not None:
-        journal.close()
+        journal.close(is_lost=True)
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

@@ -143,6 +143,9 @@ class Replay(Message):
     hints: Hops
 
 
+STALLED = "stalled"  # as the state in signs of life and records: the peer lives, its device does not answer
+
+
 @message(kind="enroll", priority=Priority.CONTROL)
 class Enroll(Message):
     """A peer tells the coordinator that it is there; repeated as its sign of life. Answer: `Enrolled`."""
@@ -263,6 +266,16 @@ class Prepare(Message):
     # Tied embeddings: the peers of the first and of the last stage, who add up both sides' gradient in one group.
     fused: Annotated[tuple[RosterEntry, ...], MaxLength(8192)] = ()
     compress: bool = False  # use the run's gradient codec for this reduction
+
+
+@message(kind="preparing", priority=Priority.CONTROL)
+class Preparing(Message):
+    """Progress of a `Prepare`, every few seconds: how much has come, and whom this peer waits for."""
+
+    moved_bytes: Annotated[int, Range(0, 2**60)]  # received from the others of the roster in this attempt
+    is_computing: bool  # it is this peer's device that is at work
+    missing: Annotated[tuple[PeerId, ...], MaxLength(16)]  # whose shares its pieces lack; some of them
+    unanswered: Annotated[tuple[PeerId, ...], MaxLength(16)]  # owners that have its share and have not answered
 
 
 @message(kind="prepared", priority=Priority.CONTROL)
@@ -417,6 +430,7 @@ MESSAGES = Registry(
     FetchRun,
     RunOffer,
     Prepare,
+    Preparing,
     Prepared,
     Unprepared,
     Part,

@@ -44,7 +44,7 @@ class Donors:
         self.spoil: dict[str, Callable[[StateChunk], StateChunk]] = {}
         self.dies_after: dict[str, int] = {}
 
-    async def call(self, donor: str, request: Message, deadline_s: float, *, expect: type[Any]) -> Message:
+    async def call_while_moving(self, donor: str, request: Message, stall_s: float, *, expect: type[Any]) -> Message:
         await asyncio.sleep(0)
         if self.dies_after.get(donor, 1 << 30) <= self.given[donor]:
             raise LinkClosed("gone")
@@ -114,12 +114,12 @@ def test_a_donor_with_another_state_is_dropped_before_a_chunk_is_asked_for(sourc
     donors = Donors(source)
     other = ChunkDigests(0, bytes(source.digests().digests)[::-1])
 
-    async def call(donor: str, request: Message, deadline_s: float, *, expect: type[Any]) -> Message:
+    async def call(donor: str, request: Message, stall_s: float, *, expect: type[Any]) -> Message:
         if donor == "liar" and isinstance(request, FetchDigests):
             return other
-        return await Donors.call(donors, donor, request, deadline_s, expect=expect)
+        return await Donors.call_while_moving(donors, donor, request, stall_s, expect=expect)
 
-    donors.call = call  # type: ignore[method-assign]
+    donors.call_while_moving = call  # type: ignore[method-assign]
     fetched = download(donors)
     asyncio.run(fetched.run(["liar", "b"]))
     assert fetched.liars == ["liar"]

@@ -31,11 +31,26 @@ sys.argv = ["swarmtrain", *sys.argv[1:]]
 main()
 """
 
+# Hangs when it has told of step 30: it cannot get further before it is killed, however slow the test is.
+HANG_AFTER_STEP_30 = """
+import signal, sys
+from swarmtrain.cli.main import main
+from swarmtrain.reference import ReferenceTrainer
+real = ReferenceTrainer.run
+def run(self):
+    for report in real(self):
+        yield report
+        if report.step == 30:
+            signal.pause()
+ReferenceTrainer.run = run
+sys.argv = ["swarmtrain", *sys.argv[1:]]
+main()
+"""
 
 pytestmark = pytest.mark.timeout(3 * DEADLINE_S)
 
 
-def arguments(out: Path, every: int, steps: int = 60) -> list[object]:
+def arguments(out: Path, every: int, steps: int = 36) -> list[object]:
     settings = [item for key in (*SMALL, f"checkpoint.every={every}") for item in ("--set", key)]
     return ["train", "nano", "--steps", steps, "--threads", 1, "--out", out, "--json", *settings]
 
@@ -49,7 +64,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]
     """What a run that nobody disturbs ends with, by checkpoint interval."""
     out = tmp_path_factory.mktemp("undisturbed")
     assert run(*arguments(out / "process", 10)).code == 0
-    here = train(small("checkpoint.every=7", "schedule.steps=60"), out / "here")
+    here = train(small("checkpoint.every=7", "schedule.steps=36"), out / "here")
     found = {7: weights(here), 10: weights(open_checkpoint(out / "process"))}
     assert found[7] == found[10]  # neither the process nor writing more checkpoints changes anything
     return found
@@ -61,13 +76,14 @@ def test_killed_at_step_30_and_resumed_it_ends_in_the_same_bits(
 ) -> None:
     """With every = 10, step 30 is a checkpoint itself; with 7 the last one is two steps older."""
     out = tmp_path / "run"
-    with started(*arguments(out, every)) as process:
+    command = [sys.executable, "-c", HANG_AFTER_STEP_30, *map(str, arguments(out, every))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
         until_step(process, 30)
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         assert process.wait(DEADLINE_S) == -signal.SIGKILL
     left = open_checkpoint(out).step
-    assert 28 <= left < 60  # it was killed, and had got that far
-    resumed = run(*arguments(out, every))
+    assert left == 30 - 30 % every
+    resumed = call(*arguments(out, every))
     assert resumed.code == 0
     assert f"resuming from {out / 'checkpoints'}/step-{left:08d}" in resumed.err
     assert json_lines(resumed.out)[0]["step"] == left + 1

@@ -110,6 +110,7 @@ async def shows_up(swarm: Swarm, sign: Enroll) -> None:
 def test_an_answer_that_was_lost_is_made_good_by_a_sign_of_life(tmp_path: Path) -> None:
     async def main() -> StepResult:
         swarm = Swarm(tmp_path, cut)
+        swarm.context.prepared = frozenset({("a", SIGN.incarnation)})
         task = await swarm.carry_out()
         assert not task.done()
         await shows_up(swarm, replace(SIGN, step=4, state_digest="d4"))

@@ -62,3 +62,7 @@ def test_two_that_disagree_do_not_go_on_for_ever() -> None:
     blame = Blame()
     found = [blame.attempt([A, B], [GOOD, Prepared(1.0, "y")]) for _ in range(MAX_STRIKES)]
     assert len(found[-1]) == 1
+
+
+def test_of_an_accuser_without_the_sum_and_an_accused_who_has_it_the_accuser_is_left_out() -> None:
+    assert left_out([complains("b"), GOOD, GOOD]) == [A]

@@ -36,7 +36,7 @@ class Keeper:
 
     peer_id = "coordinator"
 
-    async def call(self, peer_id: str, request: Any, deadline_s: float, *, expect: type[Any]) -> Any:
+    async def call_while_moving(self, peer_id: str, request: Any, stall_s: float, *, expect: type[Any]) -> Any:
         source = state_of(request.stage, request.step)
         if isinstance(request, FetchDigests):
             return source.digests()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from swarmtrain.coordinator.admission import StageBook
+from swarmtrain.coordinator.admission import MAX_DONORS, StageBook, StateOffer
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.coordinator.enrolment import Enrolment
 from swarmtrain.net.errors import Refusal
 from swarmtrain.observe.events import Events
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Code, Enroll, FetchRun, Hop, SeekStage, Verdict
+from swarmtrain.wire.messages import STALLED, Code, Enroll, FetchRun, Hop, SeekStage, Verdict
+from swarmtrain.wire.schema import encode
 
 from .contexts import bare_context
 
@@ -46,5 +48,47 @@ def test_a_coordinator_that_is_still_starting_says_so_and_when_to_ask_again(mess
         assert caught.value.code == Code.NOT_SERVING
         assert caught.value.retry_after_s > 0.0
         assert daemon.refused == {Code.NOT_SERVING: 1}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("others", "verdict"), [(1, Verdict.WAIT), (0, Verdict.SERVE)])
+def test_a_peer_whose_device_hangs_does_not_count_and_gives_up_its_work_if_others_serve(
+    others: int, verdict: Verdict
+) -> None:
+    async def main() -> None:
+        manifest = preset("nano")
+        context = bare_context(manifest, step=3, stages=[StageBook("d3") for _ in range(manifest.stages.count)])
+        enrolment = Enrolment(context, lambda member: None)
+        sign = Enroll("run", 1, "serving", "1", 3, "d3", 0.0, 0.0, 0.0, 0.0, "", "")
+        for peer in ["p", *(f"other{i}" for i in range(others))]:
+            assert (await enrolment.enroll(sign, peer)).verdict is Verdict.SERVE
+        answer = await enrolment.enroll(replace(sign, state=STALLED), "p")
+        assert answer.verdict is verdict
+        assert not context.members.counts(Hop(1, "p", "1"))
+        assert (await enrolment.enroll(sign, "p")).verdict is Verdict.SERVE
+        assert context.members.counts(Hop(1, "p", "1"))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_replicas", [1, 64, 65, 200, 5000])
+def test_a_verdict_can_be_told_however_many_replicas_keep_the_state(num_replicas: int) -> None:
+    async def main() -> None:
+        manifest = preset("nano")
+        donors = tuple(f"donor{i}" for i in range(num_replicas))
+        context = bare_context(manifest, step=3, stages=[StageBook("d3") for _ in range(manifest.stages.count)])
+        context.stages[1].snapshot = StateOffer(3, "d3", donors)
+        enrolment = Enrolment(context, lambda member: None)
+        sign = Enroll("run", 1, "syncing", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "")
+        await enrolment.enroll(sign, "p")
+        context.members.listen(1, 3)
+        told = [await enrolment.enroll(sign, "p") for _ in range(20)]
+        assert {answer.verdict for answer in told} == {Verdict.SYNC}
+        for answer in told:
+            encode(answer)
+            assert 0 < len(answer.donors) == len(set(answer.donors)) <= num_replicas
+        named = {donor for answer in told for donor in answer.donors}
+        assert len(named) > min(num_replicas, MAX_DONORS) or num_replicas <= MAX_DONORS
 
     asyncio.run(main())

@@ -9,13 +9,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from swarmtrain.coordinator.admission import StageBook
+from swarmtrain.coordinator.admission import MAX_SERVING, StageBook
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.enrolment import Enrolment
-from swarmtrain.coordinator.prepare import PreparedStage, Preparer
+from swarmtrain.coordinator.prepare import MAX_LISTENERS, PreparedStage, Preparer
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Enroll, Hop, Prepare, Prepared, Verdict
+from swarmtrain.wire.schema import encode
 
 from .contexts import bare_context
 
@@ -33,7 +34,7 @@ class Peers:
         self.books = StepBooks(3, 4)
         self.context.books = self.books
 
-    async def call(self, peer_id: str, request: Prepare, deadline_s: float) -> Prepared:
+    async def call(self, peer_id: str, request: Prepare, deadline_s: float, on_progress: Any = None) -> Prepared:
         self.asked.append((peer_id, request))
         return Prepared(1.0, "sum", "")
 
@@ -132,5 +133,37 @@ def test_the_work_of_a_peer_that_was_not_told_to_serve_is_nobodys() -> None:
         peers.answer("new", 0, 1)
         peers.answer("old", 2, 3)
         assert peers.books.missing(STAGE) == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_a_stage_with_more_peers_than_a_roster_holds_reduces_without_the_spares() -> None:
+    async def main() -> None:
+        peers = Peers(step=3)
+        worker = "zz-worker"  # last in the fixed order
+        for name in [*(f"p{i:04}" for i in range(MAX_SERVING + 300)), worker]:
+            await peers.enroll(name, "serving")
+        peers.answer(worker, 0, 1, 2, 3)
+        for index in range(MAX_LISTENERS + 50):
+            await peers.enroll(f"q{index:04}", "syncing", step=0)
+        peers.context.members.listen(STAGE, 3)
+        prepared = await peers.prepare()
+        encode(peers.asked[0][1])
+        assert len(prepared.members) == MAX_SERVING
+        assert len(prepared.listeners) == MAX_LISTENERS
+        assert worker in {member.peer_id for member in prepared.members}
+
+    asyncio.run(main())
+
+
+def test_the_next_peer_of_a_full_stage_waits_until_there_is_room() -> None:
+    async def main() -> None:
+        peers = Peers(step=3)
+        for index in range(MAX_SERVING):
+            assert await peers.enroll(f"p{index:04}", "serving") is Verdict.SERVE
+        assert await peers.enroll("p0000", "serving") is Verdict.SERVE  # again: it is one of them
+        assert await peers.enroll("spare", "syncing") is Verdict.WAIT
+        peers.context.members.remove("p0007")
+        assert await peers.enroll("spare", "syncing") is Verdict.SERVE
 
     asyncio.run(main())

@@ -84,6 +84,10 @@ class MemoryStream:
             assert self._receiver is not None
             self._receiver.pause_writing()
 
+    @property
+    def unsent_bytes(self) -> int:
+        return len(self.other._inbox)
+
     def pause_reading(self) -> None:
         self._reading = False
 
@@ -196,6 +200,10 @@ class SocketStream(asyncio.BufferedProtocol):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if not self._transport.is_closing():
             self._transport.write(data)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._transport.get_write_buffer_size()
 
     def pause_reading(self) -> None:
         self._transport.pause_reading()

@@ -31,6 +31,8 @@ class Still(Steps):
         self.context = context
         self.begun: asyncio.Queue[int] = asyncio.Queue()
         self.given_up: asyncio.Queue[int] = asyncio.Queue()
+        self.called_off: dict[int, asyncio.Event] = {}
+        self.reports: list[Any] = []
         self.let_go, self.finish = asyncio.Event(), asyncio.Event()
 
     async def is_coordinator(self, peer_id: str) -> bool:
@@ -54,7 +56,11 @@ class Still(Steps):
 
     def ask(self, attempt: int) -> asyncio.Task[Prepared | Unprepared]:
         request = Prepare("run", 1, 0, 0, attempt, (), (), False)
-        return asyncio.create_task(self.prepare(request, cast(Any, SimpleNamespace(peer_id="chief"))))
+        return asyncio.create_task(self.prepare(request, cast(Any, self.exchange(attempt))))
+
+    def exchange(self, attempt: int) -> Any:
+        self.called_off.setdefault(attempt, asyncio.Event())
+        return SimpleNamespace(peer_id="chief", cancelled=self.called_off[attempt], progress=self.reports.append)
 
 
 async def refusal_of(task: asyncio.Task[Prepared | Unprepared]) -> str:

@@ -63,7 +63,7 @@ async def reduced_by_all(coders: list[StageCoder], shares: list[torch.Tensor | N
             }
             group[f"peer{i}"] = Reduction(node, prepare, part, **mine)
         outs = [torch.full((size,), float("nan")) for _ in parts]
-        await asyncio.gather(*(group[f"peer{i}"].run(out, deadline_s=5.0) for i, out in enumerate(outs)))
+        await asyncio.gather(*(group[f"peer{i}"].run(out) for i, out in enumerate(outs)))
         return outs
 
     if coders[0].spec.kind != "powersgd":
@@ -318,9 +318,7 @@ def test_fused_synchronization_equals_the_unfused_one_and_moves_less(first: int,
                 prepare = Prepare("run", 1, 0, 3, 1, (), roster)
                 members[names[i]] = Reduction(node, prepare, shares[i], lane=Lane.FUSED, roster=roster)
             outs = [torch.empty(size) for _ in peers]
-            await asyncio.gather(
-                *(members[names[i]].run(out, deadline_s=5.0) for i, out in zip(peers, outs, strict=True))
-            )
+            await asyncio.gather(*(members[names[i]].run(out) for i, out in zip(peers, outs, strict=True)))
             return outs, sum(item.num_sent + item.num_received for item in members.values())
 
         everybody = list(range(first + last))

@@ -62,9 +62,9 @@ class Group:
             node: Any = FakeNode(f"peer{i}", self.members, dead or set())
             self.members[f"peer{i}"] = Reduction(node, self.prepare, self.shares.get(i))
 
-    async def run(self, peer: str, deadline_s: float = 5.0) -> torch.Tensor:
+    async def run(self, peer: str) -> torch.Tensor:
         out = torch.full((SIZE,), float("nan"))
-        await self.members[peer].run(out, deadline_s=deadline_s)
+        await self.members[peer].run(out)
         return out
 
 
@@ -115,7 +115,7 @@ def test_who_does_not_deliver_is_named() -> None:
     async def main() -> None:
         group = Group(3, {0, 1, 2}, dead={"peer2"})
         with pytest.raises(ReductionFailed) as failed:
-            await group.run("peer0", deadline_s=0.2)
+            await group.run("peer0")
         assert failed.value.suspects == ("peer2",)
 
     bounded(main())
@@ -123,10 +123,16 @@ def test_who_does_not_deliver_is_named() -> None:
 
 def test_an_owner_that_waits_in_vain_names_whose_share_is_missing() -> None:
     async def main() -> None:
-        group = Group(2, {0, 1})
-        with pytest.raises(ReductionFailed) as failed:  # peer1 never begins
-            await group.run("peer0", deadline_s=0.2)
-        assert failed.value.suspects == ("peer1",)
+        group = Group(3, {0, 1, 2})
+        running = [asyncio.create_task(group.run(peer)) for peer in ("peer0", "peer2")]  # peer1 never begins
+        for _ in range(20):
+            await asyncio.sleep(0)
+        first, second = group.members["peer0"], group.members["peer2"]
+        assert first.missing_peers() == second.missing_peers() == ["peer1"]
+        assert first.unanswered_owners() == ["peer1", "peer2"]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     bounded(main())
 

@@ -11,6 +11,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import pytest
 from needs import needs
 
 from swarmtrain.sim.run import simulate
@@ -35,13 +36,14 @@ def scripts_sim(place: Path, *arguments: str, **environment: str) -> tuple[dict[
         cwd=place.parent,
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result, done.stderr
 
 
+@pytest.mark.long  # a minute of compiling
 @needs(CAN_COMPILE, "no C compiler, or no headers of Python")
 def test_the_compiled_simulator_gives_the_same_trace_for_both_routers_and_is_compiled_once(tmp_path: Path) -> None:
     place = tmp_path / "compiled"

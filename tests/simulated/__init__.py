@@ -1,1 +1,1 @@
-"""The simulated swarm: real daemons on virtual time."""
+"""The real daemons in simulated time: short scripts of what goes wrong."""

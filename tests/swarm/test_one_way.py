@@ -21,7 +21,7 @@ CUTS = {  # what is lost: from, to
     "requests": ("a", "b"),
     "orders": ("hub", "b"),
 }
-SHORT = ("shares", "answers")
+SHORT = ("answers",)  # what real sockets add; all of them in tests/simulated/test_lines.py
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,13 +22,12 @@ from .harness import Daemon, Swarm
 pytestmark = pytest.mark.swarm
 
 
-@pytest.mark.timeout(1800)
-def test_two_minutes_of_random_faults_end_in_the_references_bits() -> None:
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    manifest = preset("nano", [*SMALL, "schedule.steps=60"])
-    survived = soak(manifest, minutes=2.0, seed=seed, pause_s=(1.0, 3.0), min_faults=10, round_s=300.0 * PATIENCE)
-    assert survived.total() >= 10
+@pytest.mark.timeout(900)
+def test_random_faults_end_in_the_references_bits() -> None:
+    """One short round of real processes; schedules of faults by the hundred are tests/simulated/test_seeds.py."""
+    manifest = preset("nano", [*SMALL, "schedule.steps=24"])
+    survived = soak(manifest, minutes=0.0, seed=7, pause_s=(0.5, 1.5), min_faults=3, round_s=300.0 * PATIENCE)
+    assert survived.total() >= 3
 
 
 def test_a_run_with_other_weights_fails_the_check(place: Path, reference: References) -> None:

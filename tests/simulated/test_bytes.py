@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
 from swarmtrain.model.layout import boundary_width
 from swarmtrain.model.sizes import id_type
 from swarmtrain.run.manifest import Manifest
+from swarmtrain.simulated.swarm import SimulatedSwarm
 
-from .harness import Swarm, tiny, until
-
-pytestmark = pytest.mark.swarm
+from .conftest import Make
+from .scenes import tiny as three_stages
+from .scenes import wait_seen, wait_step
 
 FOREVER = "schedule.steps=100000"
 HEADERS = 64  # bytes that a codec may put before a tensor, checked below
@@ -58,36 +55,40 @@ def total(statuses: list[dict[str, Any]], name: str, *columns: str) -> int:
     return sum(kind(status, "sent", name)[column] for status in statuses for column in columns)
 
 
-@contextmanager
-def training(manifest: Manifest, place: Path, steps: int) -> Iterator[Swarm]:
+def tiny(*overrides: str) -> Manifest:
+    """Four stages."""
+    return three_stages("stages.count=4", "model.num_layers=4", *overrides)
+
+
+def training(simulated: Make, manifest: Manifest, steps: int) -> SimulatedSwarm:
     """A swarm, one peer per stage, that has applied `steps` steps and goes on."""
-    with Swarm(manifest, place) as swarm:
-        swarm.wait_step(steps, timeout_s=150)
-        yield swarm
+    swarm = simulated(manifest)
+    swarm.start(num_peers=4)
+    wait_step(swarm, steps)
+    return swarm
 
 
-def settled(swarm: Swarm) -> list[dict[str, Any]]:
+def settled(swarm: SimulatedSwarm) -> list[dict[str, Any]]:
     """The peers' statuses when nothing is on the way: the coordinator is stopped, and every lease has been done."""
-    swarm.coordinator.stop()
+    swarm.coordinator.process.stop()
     first = swarm.peers[0]
 
     def is_quiet() -> bool:
         status = first.status()
         return bool(status["microbatches"] == kind(status, "received", "work")["num_messages"])
 
-    until(is_quiet, "all leases are done", timeout_s=60)
+    wait_seen(swarm, is_quiet, "all leases are done")
     return [peer.status() for peer in swarm.peers]
 
 
-def test_boundary_traffic_is_the_formulas_and_ninety_times_below_dense(place: Path) -> None:
+def test_boundary_traffic_is_the_formulas_and_ninety_times_below_dense(simulated: Make) -> None:
     shape = ("model.hidden_size=800", "model.num_heads=8", "model.num_kv_heads=2", "model.sequence_length=1024")
     manifest = tiny(
         *shape, "boundary.k=8", "batch.sequences_per_microbatch=1", "batch.microbatches_per_step=2", FOREVER
     )
     formula = Formula.of(manifest)
     assert formula.header < HEADERS
-    with training(manifest, place, steps=2) as swarm:
-        statuses = settled(swarm)
+    statuses = settled(training(simulated, manifest, steps=2))
     first, *later = statuses
     forwards = total(statuses, "work", "num_messages")
     assert forwards == total(later, "done", "num_messages") >= 2 * 2 * 3  # steps, microbatches, boundaries
@@ -117,23 +118,22 @@ def moved_by_kind(status: dict[str, Any]) -> Counter[str]:
     return moved
 
 
-def test_the_coordinator_moves_below_a_hundredth_of_it_and_no_tensor(place: Path) -> None:
-    shape = ("model.hidden_size=64", "boundary.k=32", "model.sequence_length=1024", "batch.sequences_per_microbatch=4")
-    manifest = tiny(*shape, "batch.microbatches_per_step=8", FOREVER)
+def test_the_coordinator_moves_below_a_hundredth_of_it_and_no_tensor(simulated: Make) -> None:
+    shape = ("model.hidden_size=64", "boundary.k=32", "model.sequence_length=1024", "batch.sequences_per_microbatch=2")
+    manifest = tiny(*shape, "batch.microbatches_per_step=4", FOREVER)
     formula = Formula.of(manifest)
-    with training(manifest, place, steps=1) as swarm:
-        # The peers are asked last at the beginning and first at the end: their part is rather too small.
-        first = swarm.coordinator.status()
-        between = boundary_bytes([peer.status() for peer in swarm.peers])
-        swarm.wait_step(3, timeout_s=150)
-        between = boundary_bytes([peer.status() for peer in swarm.peers]) - between
-        coordinator = swarm.coordinator.status()
+    swarm = training(simulated, manifest, steps=1)
+    first = swarm.coordinator.status()
+    between = boundary_bytes([peer.status() for peer in swarm.peers])
+    wait_step(swarm, 3)
+    between = boundary_bytes([peer.status() for peer in swarm.peers]) - between
+    coordinator = swarm.coordinator.status()
     parts = moved_by_kind(coordinator) - moved_by_kind(first)
     assert sum(parts.values()) < 0.01 * between, (between, parts)
     assert not STATE_KINDS & set(parts)  # there was no checkpoint in between
     lease = kind(coordinator, "sent", "work")
     assert lease["blob_bytes"] == lease["num_messages"] * formula.ids > 0  # token ids and nothing else
-    assert kind(coordinator, "received", "done")["num_messages"] >= 3 * 8
+    assert kind(coordinator, "received", "done")["num_messages"] >= 3 * 4
     with_blobs = {
         name
         for direction in ("sent", "received")

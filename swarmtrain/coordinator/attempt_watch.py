@@ -1,0 +1,75 @@
+"""Whether an attempt at a reduction still goes on, and who holds it up if not. Pure: times are given.
+
+How long a reduction may take is not fixed: lines are slow, gradients large. What counts is that it moves. Every member
+says again and again how much it has received and whom it waits for. A member that says nothing is given up (a straggler
+that may not even know it); when nothing has moved anywhere for a while, those are named whom the others wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from swarmtrain.wire.messages import Preparing, Unprepared
+
+SILENT_S = 30.0  # a member that has not said how it goes for so long is given up; longer than it may wait for its step
+STALL_S = 30.0  # nothing has moved for so long: the attempt has failed
+MIN_MOVED_BYTES = 4096  # over all members: less than this in STALL_S is no progress
+COMPUTE_S = 120.0  # so long in an attempt a member may say that its device is at it
+
+
+class AttemptWatch:
+    """The members of one attempt that have not answered yet."""
+
+    def __init__(self, peers: Iterable[str], now: float) -> None:
+        self._heard_at = dict.fromkeys(peers, now)
+        self._reports: dict[str, Preparing] = {}
+        self._started_at = self._moved_at = now
+        self._marked_bytes = 0
+
+    def heard(self, peer_id: str, report: Preparing, now: float) -> None:
+        """A member has said how it goes."""
+        if peer_id not in self._heard_at:
+            return
+        known = self._reports.get(peer_id)
+        self._heard_at[peer_id], self._reports[peer_id] = now, report
+        moved = sum(item.moved_bytes for item in self._reports.values())
+        has_turned = known is None or known.is_computing is not report.is_computing
+        if has_turned or moved >= self._marked_bytes + MIN_MOVED_BYTES:
+            self._marked_bytes, self._moved_at = moved, now
+
+    def answered(self, peer_id: str, now: float) -> None:
+        """A member has said its last word."""
+        if self._heard_at.pop(peer_id, None) is not None:
+            self._moved_at = now
+
+    def excuse(self, seconds: float) -> None:
+        """Nobody could be heard for so long: it was this end that stood still or was cut off."""
+        self._heard_at = {peer_id: at + seconds for peer_id, at in self._heard_at.items()}
+        self._started_at += seconds
+        self._moved_at += seconds
+
+    def silent(self, now: float) -> list[str]:
+        """Members that say nothing, although they are asked."""
+        return [peer_id for peer_id, at in self._heard_at.items() if now - at > SILENT_S]
+
+    def has_stalled(self, now: float) -> bool:
+        """Whether nothing moves any more."""
+        if now - self._moved_at <= STALL_S:
+            return False
+        return now - self._started_at > COMPUTE_S or not any(
+            report.is_computing for peer_id, report in self._reports.items() if peer_id in self._heard_at
+        )
+
+    def complaint(self, peer_id: str) -> Unprepared | None:
+        """Of a stalled attempt: whom a member waits for. None: for nobody, so it is this member that holds it up.
+
+        An owner that waits for shares cannot answer: while shares are missing anywhere, no owner is complained of.
+        """
+        report = self._reports.get(peer_id)
+        if report is None or report.is_computing:
+            return None
+        lacks_shares = any(item.missing for item in self._reports.values())
+        suspects = report.missing if lacks_shares else report.unanswered
+        if not suspects and not report.unanswered:
+            return None
+        return Unprepared(b"", suspects, f"nothing has moved for {STALL_S:.0f} s")

@@ -1,0 +1,76 @@
+"""When an attempt at a reduction has failed, and who is named."""
+
+from __future__ import annotations
+
+from swarmtrain.coordinator.attempt_watch import COMPUTE_S, MIN_MOVED_BYTES, SILENT_S, STALL_S, AttemptWatch
+from swarmtrain.wire.messages import Preparing
+
+LONG_S = 10 * STALL_S
+
+
+def report(moved: int = 0, *, computes: bool = False, missing: str = "", unanswered: str = "") -> Preparing:
+    return Preparing(moved, computes, tuple(missing), tuple(unanswered))
+
+
+def test_what_moves_goes_on_however_long_it_takes() -> None:
+    watch, now = AttemptWatch("ab", 0.0), 0.0
+    for turn in range(100):
+        now += STALL_S / 2
+        for peer in "ab":
+            watch.heard(peer, report(turn * MIN_MOVED_BYTES), now)
+        assert not watch.has_stalled(now)
+        assert not watch.silent(now)
+
+
+def test_who_says_nothing_is_named_although_the_others_move() -> None:
+    watch = AttemptWatch("abc", 0.0)
+    for now in (10.0, 20.0, SILENT_S + 1.0):
+        for peer in "ac":
+            watch.heard(peer, report(int(now) * MIN_MOVED_BYTES), now)
+    assert watch.silent(SILENT_S + 1.0) == ["b"]
+
+
+def test_control_who_has_answered_need_not_say_more() -> None:
+    watch = AttemptWatch("a", 0.0)
+    watch.answered("a", 1.0)
+    assert not watch.silent(LONG_S)
+
+
+def stalled(**reports: Preparing) -> AttemptWatch:
+    watch = AttemptWatch(reports, 0.0)
+    for now in (1.0, LONG_S):
+        for peer, item in reports.items():
+            watch.heard(peer, item, now)
+    assert watch.has_stalled(LONG_S)
+    return watch
+
+
+def test_whose_shares_are_missing_is_complained_of_and_not_the_owner_that_waits_for_them() -> None:
+    watch = stalled(a=report(missing="c"), b=report(unanswered="ac"), c=report(unanswered="ab"))
+    complaints = [watch.complaint(peer) for peer in "abc"]
+    assert [item.suspects if item else None for item in complaints] == [("c",), (), ()]
+
+
+def test_an_owner_that_does_not_answer_is_complained_of_when_all_shares_are_there() -> None:
+    watch = stalled(a=report(unanswered="c"), b=report(unanswered="c"), c=report(unanswered="ab"))
+    complaint = watch.complaint("a")
+    assert complaint is not None
+    assert complaint.suspects == ("c",)
+
+
+def test_who_waits_for_nobody_holds_the_attempt_up_itself() -> None:
+    assert stalled(a=report(), b=report(missing="a")).complaint("a") is None
+
+
+def test_a_device_may_take_its_time_but_not_for_ever() -> None:
+    watch = AttemptWatch("a", 0.0)
+    watch.heard("a", report(computes=True), 1.0)
+    assert not watch.has_stalled(COMPUTE_S)
+    assert watch.has_stalled(COMPUTE_S + 1.0)
+
+
+def test_a_trickle_is_no_progress() -> None:
+    watch = AttemptWatch("a", 0.0)
+    for now in range(1, int(STALL_S) + 5):
+        watch.heard("a", report(now * 10, missing="b"), float(now))
+    assert watch.has_stalled(STALL_S + 4.0)

@@ -1,0 +1,96 @@
+"""What seeds of `scripts/simulate` have found, each as a scenario (the list is in docs/simulated-swarm.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from swarmtrain.run.manifest import Manifest
+from swarmtrain.simulated.judge import References
+from swarmtrain.simulated.swarm import SimulatedSwarm
+
+from .scenes import assert_as_good_as_reference, assert_reference, said, tiny, wait_said, wait_step
+
+Make = Callable[[Manifest], SimulatedSwarm]
+
+
+def test_a_state_of_a_history_that_was_rolled_back_is_not_a_replicas_state(
+    simulated: Make, references: References
+) -> None:
+    """Seed 121. With a codec whose sums depend on who adds them up, the step is another one the second time."""
+    swarm = simulated(tiny("stages.count=2", "model.num_layers=2", "checkpoint.every=2", "reduce.codec=bf16"))
+    swarm.start(num_peers=5)  # three of stage 0, two of stage 1
+    wait_step(swarm, 3)
+    stale = swarm.peers[0].process
+    stale.stop()  # with the state of step 3
+    for peer in swarm.peers:
+        if peer.stage == 1:
+            peer.kill()
+    swarm.start_peer("heir", 1)
+    wait_said(swarm, swarm.coordinator, "run_rolled_back", to_step=2)
+    wait_step(swarm, 3)  # once more
+    stale.resume()
+    assert_as_good_as_reference(swarm, references)
+    assert said(swarm, "run_rolled_back")
+
+
+def test_a_peer_that_answers_is_not_lost_for_want_of_a_sign_of_life(simulated: Make, references: References) -> None:
+    """Seed 11. What the peer says by itself does not get through, and what it is asked it answers."""
+    swarm = simulated(tiny("schedule.steps=60"))
+    swarm.start(num_peers=6)
+    wait_step(swarm, 1)
+    peer = swarm.peers[1]
+    node = peer.daemon.settled.node
+    calls, real = 0, node.call
+
+    async def call(peer_id: str, request: object, *arguments: object, **options: object) -> object:
+        nonlocal calls
+        if type(request).__name__ == "Enroll" and not swarm.is_over:
+            calls += 1
+            await swarm.loop.create_future()  # never ends
+        return await real(peer_id, request, *arguments, **options)
+
+    node.call = call
+    swarm.until(lambda: swarm.step >= 55, "steps for longer than a silent peer is waited for")
+    assert calls > 0
+    assert swarm.now > 15.0
+    assert not said(swarm, "peer_lost", peer=peer.peer_id)
+    peer.kill()  # it cannot hear of the end either
+    assert_reference(swarm, references)
+
+
+def test_a_peer_that_was_lost_a_moment_ago_hears_that_the_run_is_complete(
+    simulated: Make, references: References
+) -> None:
+    """Seed 11. When everybody else has gone, nobody could tell it any more: it would wait for ever."""
+    swarm = simulated(tiny())
+    swarm.start(num_peers=6)
+    wait_step(swarm, 3)
+    coordinator, peer = swarm.coordinator, swarm.peers[4]
+    context = coordinator.daemon.context
+    member = context.members.get(peer.peer_id)
+    assert member is not None
+
+    async def lose() -> None:
+        await context.lose(member, "no sign of life")
+
+    swarm.until(lambda: swarm.step >= 4, "the last step")
+    coordinator.process.spawn(lose(), "lose a peer")
+    assert_reference(swarm, references)  # which waits until all daemons have ended
+    assert said(swarm, "peer_lost", peer=peer.peer_id, reason="no sign of life")
+
+
+def test_a_coordinator_that_ends_soon_after_its_restart_tells_those_it_knew(
+    simulated: Make, references: References
+) -> None:
+    """Seed 65. Peers look for a coordinator that has died for seconds; the run's last step takes less."""
+    swarm = simulated(tiny())
+    swarm.start(num_peers=6)
+    wait_step(swarm, 4)
+    late = swarm.peers[5]
+    swarm.coordinator.kill()
+    late.process.stop()  # while the others find the next one
+    swarm.start_coordinator(wait=False)
+    swarm.until(lambda: swarm.is_over, "the end")
+    late.process.resume()
+    assert_reference(swarm, references)
+    assert late.has("phase_reached", phase="gone")
