@@ -77,10 +77,14 @@ def test_killed_daemons_leave_nothing_and_come_back_on_their_state_directory(
         end_and_compare(swarm, reference)
 
 
-def test_sigterm_ends_a_peer_and_the_coordinator_in_time_with_code_0(place: Path) -> None:
+def test_verbs_and_sigterm_end_peers_and_the_coordinator_with_code_0(place: Path) -> None:
     with Swarm(tiny("schedule.steps=100000"), place, num_peers=5) as swarm:
         swarm.wait_step(1)
         spare = swarm.peers[4]
+        for verb, phase in (("pause", "paused"), ("resume", "joining")):
+            asked = swarmtrain(verb, "--state-dir", str(spare.state_dir))
+            assert asked.returncode == 0, asked.stderr
+            swarm.wait(spare, "phase_reached", phase=phase)
         children = spare.children()
         assert spare.end(timeout_s=25) == 0  # its --drain-timeout is 20 s
         swarm.wait(spare, "phase_reached", phase="gone")
@@ -91,6 +95,8 @@ def test_sigterm_ends_a_peer_and_the_coordinator_in_time_with_code_0(place: Path
         others = swarm.living()
         for peer in others:
             children += peer.children()
+        assert swarmtrain("drain", "--state-dir", str(others[0].state_dir)).returncode == 0
+        for peer in others[1:]:
             peer.process.send_signal(signal.SIGTERM)
         for peer in others:  # not after 20 s and more: nobody is left who would apply the work that they hold
             assert peer.process.wait(20 * PATIENCE) == 0
