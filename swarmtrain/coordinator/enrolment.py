@@ -26,9 +26,9 @@ class Enrolment:
     def __init__(self, context: RunContext, tell_decision: Callable[[Member], None]) -> None:
         """`tell_decision` is called with every peer that may not have heard of the last decision."""
         self._context, self._tell_decision = context, tell_decision
+        self._rng = world.random()
         self._further: dict[str, tuple[int, int]] = {}  # term and step of peers that are further than the journal
         self._further_since = 0.0
-        self._rng = world.random()
 
     async def enroll(self, sign: Enroll, peer_id: str) -> Enrolled:
         """Note a sign of life; tell the peer what to do."""

@@ -51,7 +51,7 @@ class Peers:
 
     async def prepare(self) -> PreparedStage:
         """Fails where the books have lost something, since nobody computes it again here."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             (stage,) = await Preparer(self.context).prepare(self.context.step, (STAGE,), self.books)
         await self.context.close()
         return stage

@@ -162,7 +162,7 @@ class ChildHost:
         ready, _, _ = select.select([self.process.stdout], [], [], deadline_s)
         assert ready, "the child did not answer in time"
         line = self.process.stdout.readline()
-        assert line, f"the child ended with {self.process.wait(10)}"
+        assert line, f"the child ended with {self.process.wait(60)}"
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -176,14 +176,14 @@ class ChildHost:
     def kill(self) -> None:
         """SIGKILL: no chance to clean up."""
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def close(self) -> None:
         """End of input is the child's sign to leave."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            self.process.wait(20)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.kill()
         assert self.process.stdout is not None

@@ -46,16 +46,16 @@ def test_only_a_host_that_was_started_as_a_relay_is_a_useful_one(tmp_path: Path)
     async def main() -> None:
         async with hosts(tmp_path, 2) as (plain, asking):
             assert asking._p2pd is not None
-            reservation = await reserve(asking._p2pd, plain.peer_id, timeout_s=10)
+            reservation = await reserve(asking._p2pd, plain.peer_id, timeout_s=60)
             assert reservation.circuit_bytes == 128 * 1024, "p2pd has changed: see relay.py"
             serving = await Host.start(HostOptions(tmp_path / "relay", listen=LOOPBACK, relay=True))
             try:
                 await asking.connect(serving.addresses())
-                assert (await reserve(asking._p2pd, serving.peer_id, timeout_s=10)).is_useful
+                assert (await reserve(asking._p2pd, serving.peer_id, timeout_s=60)).is_useful
             finally:
                 await serving.close()
             with pytest.raises(PeerUnreachable):
-                await reserve(asking._p2pd, Identity.generate().peer_id, timeout_s=10)
+                await reserve(asking._p2pd, Identity.generate().peer_id, timeout_s=60)
 
     run(main())
 

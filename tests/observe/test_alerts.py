@@ -68,8 +68,8 @@ def test_a_peer_whose_state_is_damaged(prometheus: Prometheus, swarm: Swarm) -> 
     assert not prometheus.firing()
     # With two others, who are the majority; and not in one of its first steps, which it only follows: a newcomer whose
     # state is wrong is not let in at all.
-    victim = start_armed(swarm, 0, "before-apply:40:corrupt")
-    assert prometheus.wait_firing("PeerDiverged", timeout_s=90)["labels"]["severity"] == "warning"
+    victim = start_armed(swarm, 0, "before-apply:15:corrupt")
+    assert prometheus.wait_firing("PeerDiverged", timeout_s=180)["labels"]["severity"] == "warning"
     assert [event["peer"] for event in swarm.events("peer_diverged")] == [victim.status()["peer"]]
     victim.end()
 
@@ -83,7 +83,7 @@ def test_quick_peers_die_and_one_with_a_slow_line_is_left(prometheus: Prometheus
     swarm.wait_serving(slow)
     for quick in swarm.peers[:2]:
         quick.kill()
-    fired = prometheus.wait_firing("ThroughputHalved", timeout_s=60)
+    fired = prometheus.wait_firing("ThroughputHalved", timeout_s=180)
     assert "less than half" in fired["annotations"]["summary"]
     assert "StageEmpty" not in prometheus.firing()  # it is slow, and goes on
 
@@ -91,10 +91,10 @@ def test_quick_peers_die_and_one_with_a_slow_line_is_left(prometheus: Prometheus
 def test_the_only_peer_of_a_stage_dies_and_then_the_coordinator(prometheus: Prometheus, swarm: Swarm) -> None:
     assert not prometheus.firing().keys() & {"StageEmpty", "CoordinatorDown"}
     swarm.peers[2].kill()
-    assert prometheus.wait_firing("StageEmpty", timeout_s=40)["labels"]["stage"] == "1"
-    prometheus.wait_firing("NoAppliedStep", timeout_s=40)
+    assert prometheus.wait_firing("StageEmpty", timeout_s=180)["labels"]["stage"] == "1"
+    prometheus.wait_firing("NoAppliedStep", timeout_s=180)
     swarm.coordinator.kill()
-    prometheus.wait_firing("CoordinatorDown", timeout_s=20)
+    prometheus.wait_firing("CoordinatorDown", timeout_s=180)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def its_prometheus(doomed: Swarm) -> Iterator[Prometheus]:
 def test_training_that_diverges(doomed: Swarm, its_prometheus: Prometheus) -> None:
     until(lambda: len(its_prometheus.query("up == 1")) == 3, "all are scraped: an increase is one over something")
     release(doomed.peers[0])
-    fired = its_prometheus.wait_firing("LossNotFinite", timeout_s=40)
+    fired = its_prometheus.wait_firing("LossNotFinite", timeout_s=180)
     assert "not finite" in fired["annotations"]["summary"]
     doomed.wait_until(lambda: not doomed.coordinator.is_running, "the run has ended")
     assert doomed.coordinator.process.poll() == ExitCode.DIVERGED

@@ -169,7 +169,7 @@ def test_a_killed_peer_shows_within_five_seconds_and_why_the_run_waits(browser: 
     assert browser.wait(shown, timeout_s=5 * PATIENCE) < 5 * PATIENCE
     browser.wait("document.getElementById('state-word').textContent === 'waiting'", timeout_s=40 * PATIENCE)
     assert "because stage 2 has no peers" in text(browser, "state-why")
-    browser.wait("document.querySelector('#pipeline .nobody') !== null", timeout_s=20)
+    browser.wait("document.querySelector('#pipeline .nobody') !== null", timeout_s=20 * PATIENCE)
     assert text(browser, "needed") == "stage 2"
     assert "is lost" in text(browser, "events")
     assert browser.evaluate(FAULTS) == []

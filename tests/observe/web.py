@@ -13,7 +13,7 @@ from swarm.harness import REPOSITORY
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def get(url: str, *, timeout_s: float = 10.0) -> tuple[int, str, dict[str, str]]:
+def get(url: str, *, timeout_s: float = 90.0) -> tuple[int, str, dict[str, str]]:
     """Status, body, headers (lower case)."""
     with urllib.request.urlopen(url, timeout=timeout_s) as answer:
         return answer.status, answer.read().decode(), {key.lower(): value for key, value in answer.headers.items()}

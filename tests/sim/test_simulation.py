@@ -232,11 +232,11 @@ def test_a_trace_is_followed() -> None:
 def test_the_papers_ordering_no_rebalancing_300_s_60_s_when_downloads_cost_nothing() -> None:
     """If only those move who are there: newcomers that choose by queues do most of the balancing themselves."""
     base = Scenario(
-        num_peers=48,
+        num_peers=32,
         num_stages=4,
         mix=(PeerSpec(speed=0.1),),
         speed_spread=0.0,
-        minutes=100.0,
+        minutes=70.0,
         mean_life_s=1800.0,
         mean_absence_s=450.0,
         download_s=0.0,
@@ -246,7 +246,7 @@ def test_the_papers_ordering_no_rebalancing_300_s_60_s_when_downloads_cost_nothi
     )
 
     def reached(**changes: object) -> float:
-        return sum(simulate(base.with_(seed=seed, **changes)).efficiency for seed in range(3)) / 3
+        return sum(simulate(base.with_(seed=seed, **changes)).efficiency for seed in range(2)) / 2
 
     none = reached(rebalance="none")
     slow = reached(rebalance="queue", rebalance_period_s=300.0)
@@ -259,12 +259,12 @@ def test_the_papers_ordering_no_rebalancing_300_s_60_s_when_downloads_cost_nothi
 def test_asking_for_work_keeps_a_deep_pipeline_busier() -> None:
     """Same machines, same churn, same leases under way; only whether peers ask others of their stage."""
     base = Scenario(
-        num_peers=160, num_stages=10, minutes=40.0, warmup_minutes=20.0, mean_life_s=4 * 3600.0, window_maximum=640
+        num_peers=100, num_stages=10, minutes=30.0, warmup_minutes=15.0, mean_life_s=4 * 3600.0, window_maximum=400
     )
     asking, silent = simulate(base), simulate(base.with_(num_asked=0))
-    published = simulate(base.with_(routing="swarm-latency", minutes=21.0))
+    published = simulate(base.with_(routing="swarm-latency", minutes=16.0))
     assert "given to others of the stage" not in published.events
-    assert asking.events["given to others of the stage"] > 1000
+    assert asking.events["given to others of the stage"] > 500
     assert "given to others of the stage" not in silent.events
     assert asking.assigned == silent.assigned  # moves do not look at queues
     assert asking.efficiency > silent.efficiency + 0.01

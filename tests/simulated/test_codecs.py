@@ -10,12 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from swarmtrain.checkpoint import Checkpoint, latest
+from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
 from swarmtrain.data.prepare import PrepareOptions, prepare
+from swarmtrain.net.errors import CallRefused
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.simulated.judge import References
 from swarmtrain.simulated.swarm import SimulatedSwarm
+from swarmtrain.wire.messages import Code, Work
 
 from .conftest import Make
 from .scenes import (
@@ -184,6 +188,37 @@ def test_all_stages_move_the_subspace_at_one_apply(simulated: Make, references: 
     assert late.basis_epoch == 4 == swarm.manifest.basis_epoch(swarm.manifest.schedule.steps)
     bases = [late.load_stage(stage)["subspace/basis"] for stage in (0, 1)]
     assert bases[0].equal(bases[1])
+
+
+def test_messages_of_another_epoch_of_the_subspace_are_refused(simulated: Make) -> None:
+    """Of one that has not come yet, and of one that is over; from a peer that is otherwise honest."""
+    swarm = simulated(small("boundary.track_every=2", "schedule.steps=12"))
+    swarm.start(num_peers=2)
+    wait_step(swarm, 4)
+    sender, target = swarm.peers
+    sender.process.ask("pause")
+    swarm.run_for(5.0)  # nothing else is on its way
+    encoder = make_encoder(parse_spec("fp32"), boundary=0, direction=Direction.FORWARD)
+    boundary = encoder.encode(torch.zeros(1, 16, 4), MessageContext(0, Direction.FORWARD)).payload
+    status = swarm.coordinator.status()
+    step = target.status()["step"]
+    found: list[str] = []
+
+    async def ask(epoch: int) -> None:
+        tokens = bytes(17)
+        work = Work(status["run"], status["term"], 1, step, 5, epoch, False, (), tokens, boundary)
+        try:
+            await sender.daemon.settled.node.call(target.peer_id, work, deadline_s=30.0)
+        except CallRefused as refusal:
+            found.append(refusal.code)
+
+    for epoch in (0, 7):
+        sender.process.spawn(ask(epoch), "a message of another epoch")
+    swarm.until(lambda: len(found) == 2, "both are refused")
+    assert found == [Code.STALE_BASIS] * 2
+    sender.process.ask("resume")
+    swarm.run_to_end()
+    assert not swarm.faults
 
 
 @pytest.mark.parametrize("codec", ["powersgd2", "topk64", "int8"])

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 MAX_REQUEST_BYTES = 1 << 17
 CLONE_NEWNET = 0x40000000
-FORK_S = 60.0 * float(os.environ.get("SWARMTRAIN_TEST_PATIENCE", "1"))  # the first fork waits for torch
+FORK_S = 60.0 * float(os.environ.get("SWARMTRAIN_TEST_PATIENCE", "4"))  # the first fork waits for torch
 
 
 class Forked:

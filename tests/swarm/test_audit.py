@@ -1,6 +1,6 @@
 """`swarmtrain audit`: passes on sound books, and finds every row that was altered, added or removed, in every table.
 
-The books are made here, around a checkpoint of the reference trainer; test_equality.py audits those of real swarms.
+The books are made here, around a checkpoint of the reference trainer; simulated/test_equality.py audits a swarm's.
 """
 
 from __future__ import annotations

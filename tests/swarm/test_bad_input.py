@@ -27,7 +27,6 @@ from swarmtrain.wire.messages import (
     FetchRun,
     FetchState,
     Leave,
-    Part,
     Prepare,
     Replay,
     RosterEntry,
@@ -45,7 +44,7 @@ MANIFEST = tiny("model.vocab_size=300", "schedule.steps=100000", "checkpoint.eve
 MIB = 1 << 20
 ALLOWED_GROWTH = 64 * MIB  # a daemon's own ups and downs; the attacks claim terabytes
 SHAPE = (2, 32, 8)  # sequences, tokens, k
-PACE = "0.01:0.01"  # seconds for a microbatch, each way
+PACE = "0.04:0.04"  # seconds for a microbatch, each way: the reference must train as many steps in the end
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def test_many_attacks_leave_memory_flat(swarm: Swarm, tmp_path: Path) -> None:
     before = [target.rss_bytes() for target in targets]
 
     async def attack(one: Intruder) -> None:
-        for number in range(40):
+        for number in range(18):
             for target in targets:
                 stream = await one.raw(target)  # begun and cut off in the middle of a frame
                 stream.write(HELLO + request("work", 200 * MIB, bytes(200_000))[:-7])
@@ -180,33 +179,6 @@ def test_only_the_coordinator_is_obeyed_whatever_term_is_claimed(swarm: Swarm, t
     assert status["state"] == "serving"
     swarm.wait_step(swarm.coordinator.status()["step"] + 2)
     assert swarm.coordinator.status()["term"] == term
-
-
-def test_messages_of_another_run_stage_step_or_term_are_refused(swarm: Swarm, tmp_path: Path) -> None:
-    peer = swarm.peers[1]
-    work = good_work(swarm, 1, 0)
-    wrong: list[tuple[Message, Code]] = [
-        (replace(work, run="another"), Code.WRONG_RUN),
-        (replace(work, stage=2), Code.WRONG_STAGE),
-        (replace(work, term=0), Code.OLD_TERM),
-        (replace(work, term=2**39), Code.BEHIND),
-        (work, Code.AHEAD),
-        (replace(work, step=10**9), Code.BEHIND),
-        (Part(work.run, work.term, 1, 10**9, 10**9, 0, b""), Code.UNKNOWN),
-        (Part(work.run, 2**39, 1, 10**9, 10**9, 0, b""), Code.BEHIND),
-        (FetchState(work.run, 1, 10**9, 0), Code.UNKNOWN),
-        (FetchState(work.run, 3, 0, 0), Code.WRONG_STAGE),
-        (FetchDigests("another", 1, 0), Code.WRONG_STAGE),
-        (FetchRun(work.run), Code.NOT_SERVING),
-    ]
-
-    async def attack(one: Intruder) -> list[str]:  # at once: some wait for seconds whether they become right
-        return await asyncio.gather(*(one.refused(peer, message) for message, _ in wrong))
-
-    assert break_in(swarm, tmp_path, attack) == [str(code) for _, code in wrong]
-    refused = peer.status()["refused"]
-    for code in (Code.WRONG_RUN, Code.WRONG_STAGE, Code.OLD_TERM, Code.BEHIND, Code.AHEAD, Code.UNKNOWN):
-        assert refused[code] > 0
 
 
 def changed_payloads() -> dict[str, bytes]:

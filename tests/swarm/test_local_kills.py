@@ -17,7 +17,7 @@ pytestmark = pytest.mark.swarm
 
 
 def test_peers_are_killed_again_and_again_and_the_bits_are_the_references(place: Path, reference: References) -> None:
-    manifest = tiny("stages.count=2", "schedule.steps=80")
+    manifest = tiny("stages.count=2", "schedule.steps=50")
     (place / "run.toml").write_text(manifest.canonical())
     arguments = ["--peers", "4", "--kill-every", "1s", "--state-dir", str(place / "local"), "--json"]
     done = swarmtrain("local", str(place / "run.toml"), *arguments, environment={"XDG_STATE_HOME": str(place)})

@@ -22,7 +22,7 @@ from .harness import PATIENCE, REPOSITORY, WAIT_S, Daemon, Swarm, clean_environm
 
 pytestmark = pytest.mark.swarm
 
-GONE_S = 5.0  # how long libp2p's daemon may outlive its parent
+GONE_S = 60.0  # libp2p's daemon does not outlive its parent; a busy machine takes its time
 
 
 def ports(process: psutil.Process) -> list[int]:
@@ -77,10 +77,14 @@ def test_killed_daemons_leave_nothing_and_come_back_on_their_state_directory(
         end_and_compare(swarm, reference)
 
 
-def test_sigterm_ends_a_peer_and_the_coordinator_in_time_with_code_0(place: Path) -> None:
+def test_verbs_and_sigterm_end_peers_and_the_coordinator_with_code_0(place: Path) -> None:
     with Swarm(tiny("schedule.steps=100000"), place, num_peers=5) as swarm:
         swarm.wait_step(1)
         spare = swarm.peers[4]
+        for verb, phase in (("pause", "paused"), ("resume", "joining")):
+            asked = swarmtrain(verb, "--state-dir", str(spare.state_dir))
+            assert asked.returncode == 0, asked.stderr
+            swarm.wait(spare, "phase_reached", phase=phase)
         children = spare.children()
         assert spare.end(timeout_s=25) == 0  # its --drain-timeout is 20 s
         swarm.wait(spare, "phase_reached", phase="gone")
@@ -91,6 +95,8 @@ def test_sigterm_ends_a_peer_and_the_coordinator_in_time_with_code_0(place: Path
         others = swarm.living()
         for peer in others:
             children += peer.children()
+        assert swarmtrain("drain", "--state-dir", str(others[0].state_dir)).returncode == 0
+        for peer in others[1:]:
             peer.process.send_signal(signal.SIGTERM)
         for peer in others:  # not after 20 s and more: nobody is left who would apply the work that they hold
             assert peer.process.wait(20 * PATIENCE) == 0
@@ -104,7 +110,7 @@ def test_sigterm_ends_a_peer_and_the_coordinator_in_time_with_code_0(place: Path
 def local(place: Path, *extra: str) -> Iterator[subprocess.Popen[str]]:
     """`swarmtrain local --json` of a tiny run; whatever is left of it in the end is killed."""
     manifest = place / "tiny.toml"
-    manifest.write_text(tiny(*extra).canonical())
+    manifest.write_text(tiny("stages.count=2", *extra).canonical())
     process = subprocess.Popen(
         [
             sys.executable,
@@ -113,7 +119,7 @@ def local(place: Path, *extra: str) -> Iterator[subprocess.Popen[str]]:
             "local",
             str(manifest),
             "--peers",
-            "5",
+            "3",
             "--json",
             "--state-dir",
             str(place / "s"),
@@ -145,7 +151,7 @@ def first_step(process: subprocess.Popen[str]) -> list[psutil.Process]:
     for line in process.stdout:
         if "loss" in json.loads(line):
             family = psutil.Process(process.pid).children(recursive=True)
-            assert len(family) == 2 * 6  # a coordinator, five peers, and libp2p's daemon of each
+            assert len(family) == 2 * 4  # a coordinator, three peers, and libp2p's daemon of each
             return family
     raise AssertionError("it ended without a step")
 
@@ -154,7 +160,7 @@ def test_killing_local_leaves_nothing(place: Path) -> None:
     with local(place, "schedule.steps=100000") as process:
         family = first_step(process)
         process.kill()
-        _, alive = psutil.wait_procs(family, timeout=2 * GONE_S * PATIENCE)
+        _, alive = psutil.wait_procs(family, timeout=GONE_S * PATIENCE)
         assert not alive
 
 
@@ -167,7 +173,7 @@ def test_a_daemon_whose_parent_went_while_it_was_loading_goes_as_well(place: Pat
         check=True,
         env=clean_environment({"XDG_STATE_HOME": str(place)}),
         cwd=REPOSITORY,
-        timeout=20 * PATIENCE,
+        timeout=90 * PATIENCE,
     )
     orphan = int(shell.stdout)
     until(lambda: not psutil.pid_exists(orphan), "it has gone by itself")
@@ -178,10 +184,10 @@ def test_ctrl_c_drains_local_and_leaves_nothing(place: Path) -> None:
     with local(place, "schedule.steps=100000") as process:
         family = first_step(process)
         process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=60 * PATIENCE)
+        rest, _ = process.communicate(timeout=120 * PATIENCE)
         assert process.returncode == 0
         gone = [json.loads(line) for line in rest.splitlines() if '"phase": "gone"' in line]
-        assert len(gone) == 5
+        assert len(gone) == 3
         _, alive = psutil.wait_procs(family, timeout=GONE_S * PATIENCE)
         assert not alive
 
