@@ -167,8 +167,8 @@ class Neighbours:
     def _take(self, found: Mapping[str, Record]) -> None:
         records: dict[str, PeerRecord] = {}
         views: list[PeerView] = []
-        # Records expire by the wall clock, the router knows the loop's; the difference changes when the clock is set.
-        ahead_s = world.wall() - asyncio.get_running_loop().time()
+        # Records expire by the swarm's time, which may be corrected; the router knows the loop's.
+        ahead_s = self._directory.now() - asyncio.get_running_loop().time()
         for peer_id, record in found.items():
             parsed = PeerRecord.from_value(record.value)
             if parsed is None:

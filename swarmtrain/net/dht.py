@@ -48,6 +48,7 @@ MAX_ASKED = 96  # by one search: those who claim to know ever nearer nodes canno
 MAX_ANSWER_BYTES = 2 * 2**20  # below the size at which p2pd drops an answer
 SUSPECT_FIRST_S, SUSPECT_LONGEST_S = 5.0, 60.0
 MAX_REMEMBERED_PEERS = 256
+NUM_CLOCKS = 5  # of neighbours, to compare ours with
 
 
 Answer = TypeVar("Answer", Pong, Stored, FoundHere)
@@ -166,6 +167,28 @@ class DhtNode:
     def clock_offset_s(self) -> float:
         """By how much the clocks of others are ahead of ours (median)."""
         return statistics.median(self._clock_offsets.values()) if self._clock_offsets else 0.0
+
+    def clock_offsets(self) -> list[float]:
+        """By how much the clocks of others are ahead of ours, of each that was measured."""
+        return list(self._clock_offsets.values())
+
+    async def measure_clocks(self) -> None:
+        """Ask some neighbours for their time: at first several, then one at a time, in turn."""
+        known, neighbours = self._clock_offsets, sorted(self.neighbours)
+        for gone in [peer_id for peer_id in known if peer_id not in neighbours]:
+            del known[gone]
+        unknown = [peer_id for peer_id in neighbours if peer_id not in known]
+        oldest = [peer_id for peer_id in known if peer_id in neighbours][:1]
+        wanted = unknown[: max(0, NUM_CLOCKS - len(known))] or oldest
+        for peer_id in wanted:
+            known.pop(peer_id, None)
+        await asyncio.gather(*(self.ping(peer_id) for peer_id in wanted))
+
+    def time_has_changed(self) -> None:
+        """Our clock was set: what was measured or kept by the old time says nothing."""
+        self._clock_offsets.clear()
+        self._suspects.clear()
+        self.store.clear()
 
     def trust_again(self) -> None:
         """Forget who failed: after an outage it was not their fault."""

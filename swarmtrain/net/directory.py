@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from swarmtrain import world
 from swarmtrain.net.addresses import group_by_peer
 from swarmtrain.net.dht import DhtNode, place_of_topic
 from swarmtrain.net.errors import NetError
@@ -30,6 +29,7 @@ from swarmtrain.net.records import (
     Value,
     make_record,
 )
+from swarmtrain.net.swarm_time import SwarmClock, agreed_shift
 
 __all__ = ["Announcement", "Directory", "DirectoryOptions", "DirectoryStatus", "Record", "TopicRule"]
 
@@ -50,7 +50,7 @@ class DirectoryOptions:
     client_mode: bool | None = None
     watch_interval_s: float = 5.0
     limits: StoreLimits = field(default_factory=StoreLimits)
-    clock: Callable[[], float] = world.wall
+    clock: Callable[[], float] | None = None  # None: the swarm's, see swarm_time.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,12 @@ class _Own:
 class Directory:
     """See the module. Made by `Directory.start`."""
 
-    def __init__(self, host: NetworkHost, run_id: str, options: DirectoryOptions, node: DhtNode) -> None:
+    def __init__(
+        self, host: NetworkHost, run_id: str, options: DirectoryOptions, node: DhtNode, clock: Callable[[], float]
+    ) -> None:
         self._host = host
         self._run_id = run_id
-        self._options = options
+        self._options, self._clock = options, clock
         self._node = node
         self._own: dict[str, _Own] = {}
         self._bootstrap = [peer for peer in group_by_peer(host.options.bootstrap) if peer != host.peer_id]
@@ -102,14 +104,16 @@ class Directory:
         """Join the DHT of a run through the host's bootstrap peers. Nobody answering is not an error: it goes on
         trying, and a run's first daemon is alone anyway (see `status`)."""
         options = options or DirectoryOptions()
-        checker = RecordChecker(run_id, options.rules, options.clock)
-        store = RecordStore(options.limits, options.clock)
+        clock = options.clock or SwarmClock()
+        checker = RecordChecker(run_id, options.rules, clock)
+        store = RecordStore(options.limits, clock)
         client_mode = options.client_mode if options.client_mode is not None else bool(host.options.behind_nat)
-        node = DhtNode(host, run_id, checker, store, client_mode=client_mode, clock=options.clock)
-        self = cls(host, run_id, options, node)
+        node = DhtNode(host, run_id, checker, store, client_mode=client_mode, clock=clock)
+        self = cls(host, run_id, options, node, clock)
         try:
             await node.serve()
             await self._find_neighbours()
+            self._agree_on_time()
         except BaseException:
             node.close()
             raise
@@ -133,7 +137,7 @@ class Directory:
         if len(self._own) >= MAX_OWN_TOPICS and topic not in self._own:
             raise RecordError(f"a peer announces at most {MAX_OWN_TOPICS} topics")
         self._check_up()
-        expires_at = self._options.clock() + ttl_s
+        expires_at = self._clock() + ttl_s
         raw = make_record(self._host.identity, self._run_id, topic, value, expires_at, signer)
         self._own[topic] = _Own(raw, expires_at)
         num_copies = await self._spread(topic, raw)
@@ -150,6 +154,10 @@ class Directory:
         found = await self._node.search(topic)
         return {peer_id: record for peer_id, (record, _) in found.records.items()}
 
+    def now(self) -> float:
+        """The time by which records expire."""
+        return self._clock()
+
     def withdraw(self, topic: str) -> None:
         """Do not bring this peer's record of a topic back after an outage. What others hold of it expires by itself."""
         self._own.pop(topic, None)
@@ -162,7 +170,7 @@ class Directory:
             num_records=node.store.num_records,
             num_record_bytes=node.store.num_bytes,
             num_recoveries=self._num_recoveries,
-            clock_offset_s=node.clock_offset_s,
+            clock_offset_s=self._wall_offset_s(),
             dropped=MappingProxyType({flaw.value: count for flaw, count in node.checker.dropped.items()}),
         )
 
@@ -239,6 +247,8 @@ class Directory:
             self._was_alone = False
             self._num_recoveries += 1
             await self._bring_back()
+        await self._node.measure_clocks()
+        self._agree_on_time()
         self._check_clock()
 
     async def _recover(self) -> None:
@@ -255,14 +265,28 @@ class Directory:
 
     async def _bring_back(self) -> None:
         """Spread our live records again: those who kept them may be gone."""
-        now = self._options.clock()
+        now = self._clock()
         self._own = {topic: own for topic, own in self._own.items() if own.expires_at > now}
         await asyncio.gather(*(self._spread(topic, own.raw) for topic, own in self._own.items()))
 
-    def _check_clock(self) -> None:
+    def _agree_on_time(self) -> None:
+        """Go by the time of most others. What was kept by another time would expire too early, or never."""
+        shift_s = agreed_shift(self._node.clock_offsets(), yields=bool(self._bootstrap))
+        if shift_s and isinstance(self._clock, SwarmClock):
+            self._clock.shift(shift_s)
+            self._node.time_has_changed()
+            logger.info("the time of the others is %+.0f s from this daemon's: it goes by theirs from now on", shift_s)
+
+    def _wall_offset_s(self) -> float:
+        """By how much the others are ahead of this machine's own time."""
         offset_s = self._node.clock_offset_s
+        return offset_s + self._clock.wall_offset_s if isinstance(self._clock, SwarmClock) else offset_s
+
+    def _check_clock(self) -> None:
+        offset_s = self._wall_offset_s()
         if abs(offset_s) > MAX_CLOCK_OFFSET_S and not self._warned_of_clock:
             self._warned_of_clock = True
             logger.warning(
-                "this machine's clock is %.0f s off the others': records may be refused; set it by NTP", -offset_s
+                "this machine's clock is %.0f s off the others'; this daemon goes by theirs, but set it by NTP",
+                -offset_s,
             )

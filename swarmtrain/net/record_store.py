@@ -73,6 +73,13 @@ class RecordStore:
         self._records_of_owner[owner] += 1
         return True
 
+    def clear(self) -> None:
+        """Forget all records."""
+        self._keys.clear()
+        self._bytes_of_key.clear()
+        self._records_of_owner.clear()
+        self._next_sweep = 0.0
+
     def _fits(self, key: int, owner: str, num_bytes: int, held: StoredRecord | None) -> bool:
         limits = self._limits
         growth = num_bytes - (len(held.raw) if held is not None else 0)

@@ -123,6 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per schedule")
     parser.add_argument("--standard", action="store_true", help="4 stages, 8 peers, 6 steps, 10 faults: for measuring")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once (default: all cores)")
+    parser.add_argument("--first", action="store_true", help="stop at the first failure")
     parser.add_argument("--no-shrink", action="store_true", help="show a failure as it is")
     parser.add_argument("--state", type=Path, help="a file that remembers what was done: continues where it stopped")
     chosen = parser.parse_args(arguments)
@@ -172,6 +173,8 @@ def _run_many(first: int, chosen: argparse.Namespace) -> int:
             print(f"\r{num_done} of {len(seeds)} ", end="", file=sys.stderr, flush=True)
         if chosen.state is not None and (num_done % 20 == 0 or num_done == len(seeds)):
             chosen.state.write_text(json.dumps({"code": code, "standard": chosen.standard, "done": done}))
+        if result.failures and chosen.first:
+            break
         if chosen.minutes and time.monotonic() - started > 60 * chosen.minutes:
             break
     seconds = time.monotonic() - started

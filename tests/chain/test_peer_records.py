@@ -34,7 +34,8 @@ def test_the_router_sees_what_was_announced_of_lines() -> None:
         host = SimpleNamespace(peer_id="me", learn=lambda addresses, of: None)
         node = SimpleNamespace(forgive=lambda peer_id: None)
         options = RouterOptions(bytes_in=1e6, bytes_out=1e6)
-        neighbours = Neighbours(2, cast(Any, host), cast(Any, node), cast(Any, None), options=options)
+        directory = SimpleNamespace(now=time.time)
+        neighbours = Neighbours(2, cast(Any, host), cast(Any, node), cast(Any, directory), options=options)
         lines = {"free": (0.0, 0.0), "up": (1e5, 0.0), "down": (0.0, 1e5)}
         records = {
             name: replace(RECORD, up_bytes_per_s=up, down_bytes_per_s=down).as_value()

@@ -67,6 +67,9 @@ class Newcomer:
             if self.on_sign is not None:
                 await self.on_sign()
             return self.answer
+        raise AssertionError(request)
+
+    async def call_while_moving(self, peer_id: str, request: Any, stall_s: float, *, expect: type[Any]) -> Any:
         assert isinstance(request, FetchDigests)
         self.donor_asked.set()
         await self.donor_answers.wait()

@@ -181,14 +181,14 @@ def test_the_last_peer_of_a_stage_dies_between_a_decision_and_its_apply(
     simulated: Make, references: References
 ) -> None:
     """At the seed's state and at a checkpoint's: a newcomer has that state at once, but not the decided sum."""
-    swarm = simulated(tiny("schedule.steps=12", "checkpoint.every=1"))
+    swarm = simulated(tiny("schedule.steps=12", "checkpoint.every=3"))
     swarm.start_coordinator(min_peers=NUM_STAGES)
     swarm.start_peer("peer0", 0)
     first, gate = start_armed(swarm, "first", 1, "before-apply:1:kill"), swarm.start_peer("gate", 2)
     wait_struck(swarm, first, "before-apply")
     second = swarm.start_peer("second", 1)
     wait_said(swarm, swarm.coordinator, "run_rolled_back", stage=1, from_step=0, to_step=0)
-    wait_step(swarm, 2)
+    wait_said(swarm, swarm.coordinator, "checkpoint_written", step=3)
     hold(gate)
     third = start_armed(swarm, "third", 1, "before-apply:1:kill")
     wait_serving(swarm, third)

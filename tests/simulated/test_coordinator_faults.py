@@ -299,3 +299,60 @@ def test_a_wrong_first_comer_after_a_restart_is_not_the_truth(tmp_path: Path) ->
         swarm.until(lambda: swarm.step >= 4, "the run goes on")
         assert coordinator.has("peer_diverged", peer=first.peer_id)
         assert never_went_back(swarm)
+
+
+def test_a_coordinator_that_was_stopped_loses_nobody(tmp_path: Path) -> None:
+    with swarm_of(tiny(schedule__steps=12), tmp_path) as swarm:
+        swarm.start(num_peers=4)
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        process = swarm.coordinator.process
+        process.stop()
+        swarm.run_for(30.0)
+        assert swarm.step == 2
+        process.resume()
+        swarm.until(lambda: swarm.step >= 5, "the run goes on", limit_s=30.0)
+        assert not swarm.coordinator.has("peer_lost"), list(swarm.coordinator.said("peer_lost"))
+        assert never_went_back(swarm)
+
+
+@pytest.mark.parametrize("seconds", [3600.0, -3600.0])
+@pytest.mark.parametrize("whose", ["coordinator", "peer0", "peers"])
+def test_a_clock_that_is_set_in_the_middle_of_a_run_stops_nothing(tmp_path: Path, whose: str, seconds: float) -> None:
+    with swarm_of(tiny(schedule__steps=30), tmp_path) as swarm:
+        swarm.start(num_peers=4)
+        slow_down(swarm)
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        for life in swarm.peers if whose == "peers" else [swarm.lives[whose]]:
+            life.machine.step_clock(seconds)
+        swarm.until(lambda: swarm.step >= 10, "the run goes on", limit_s=60.0)
+        newcomer = swarm.start_peer("newcomer", 1, speed=0.1)
+        swarm.until(lambda: newcomer in swarm.serving(1), "others can join", limit_s=60.0)
+        assert not swarm.coordinator.has("peer_lost"), list(swarm.coordinator.said("peer_lost"))
+        assert never_went_back(swarm)
+
+
+@pytest.mark.parametrize("seconds", [3600.0, -3600.0])
+def test_a_peer_whose_clock_is_an_hour_off_takes_part(tmp_path: Path, seconds: float) -> None:
+    with swarm_of(tiny(schedule__steps=30), tmp_path) as swarm:
+        swarm.start(num_peers=2)
+        slow_down(swarm)
+        swarm.until(lambda: swarm.step == 1, "a step")
+        swarm._life("odd", 0).machine.step_clock(seconds)
+        odd = swarm.start_peer("odd", 0, speed=0.1)
+        swarm.until(lambda: odd in swarm.serving(0), "it serves", limit_s=60.0)
+        swarm.until(lambda: odd.daemon.settled.counters.microbatches > 3, "it is given work", limit_s=60.0)
+
+
+def test_a_coordinator_that_comes_back_with_another_time_goes_by_that_of_its_peers(tmp_path: Path) -> None:
+    with swarm_of(tiny(schedule__steps=30), tmp_path) as swarm:
+        swarm.start(num_peers=4)
+        slow_down(swarm)
+        swarm.until(lambda: swarm.step == 2, "two steps")
+        swarm.coordinator.kill()
+        swarm.run_for(5.0)
+        swarm.coordinator.machine.step_clock(3600.0)
+        swarm.start_coordinator()
+        swarm.until(lambda: swarm.step >= 6, "the run goes on", limit_s=60.0)
+        newcomer = swarm.start_peer("newcomer", 1, speed=0.1)
+        swarm.until(lambda: newcomer in swarm.serving(1), "others can join", limit_s=60.0)
+        assert never_went_back(swarm)
