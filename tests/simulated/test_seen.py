@@ -96,12 +96,10 @@ def test_syncing_with_nobody_who_has_the_state(simulated: Make) -> None:
     swarm = simulated(open_ended(*TWO_STAGES))
     swarm.start(num_peers=2)
     wait_step(swarm, 1)
-    first, last = swarm.peers
-    hold(first)
-    last.process.stop()
+    swarm.peers[1].kill()
     newcomer = swarm.start_peer("newcomer", 1)
     wait_phase(swarm, newcomer, "syncing")
-    assert idle_for(swarm, newcomer, Cause.SYNCING)["state"] == "syncing"
+    assert idle_for(swarm, newcomer, Cause.SYNCING, "nobody has the state of stage 1")["state"] == "syncing"
 
 
 def test_coordinator_away(simulated: Make) -> None:
