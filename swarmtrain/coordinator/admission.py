@@ -113,10 +113,12 @@ def _judge_newcomer(member: Member, members: Members, run: Standing, book: Stage
     if step == 0 and not run.is_applying:
         return Answer(Verdict.SYNC, "the first state follows from the seed", StateOffer(0, "", ()))
     if member.listening_from is not None:
-        if member.step >= member.listening_from:
+        snapshot = book.snapshot
+        is_other = snapshot is not None and member.step == snapshot.step and member.state_digest != snapshot.digest
+        if member.step >= member.listening_from and not is_other:  # another one is of a history that was taken back
             return Answer(Verdict.WAIT, "catching up")  # also when somebody else was given a newer state meanwhile
-        if book.snapshot is not None and member.listening_from <= book.snapshot.step:
-            return Answer(Verdict.SYNC, "", book.snapshot)
+        if snapshot is not None and member.listening_from <= snapshot.step:
+            return Answer(Verdict.SYNC, "", snapshot)
     if run.is_applying:
         holders = members.of_stage(member.stage, "serving", "draining", "paused")
         is_held = any(run.holds(holder) for holder in holders)

@@ -32,9 +32,10 @@ class Snapshots:
     async def keep(self) -> None:
         """Copy the state as it is now."""
         copied = await self._context.compute.run(Kind.STEP, _STEP_JOB, self._context.jobs.copy_state)
+        self._copies.pop(copied.value.step, None)  # of a history that was taken back
         self._copies[copied.value.step] = copied.value
         self._fetched_at[copied.value.step] = asyncio.get_running_loop().time()
-        for old in sorted(self._copies)[:-MAX_SNAPSHOTS]:
+        for old in list(self._copies)[:-MAX_SNAPSHOTS]:  # the first that were made: after a roll-back steps begin again
             self._drop(old)
 
     def drop_unused(self) -> None:

@@ -72,6 +72,9 @@ class Steps:
         self._decisions: dict[int, Apply] = {}  # a listener's, not yet applied
         self._applying = asyncio.Lock()
         self.last_applied: Applied | None = None
+        # Whether a listener may apply what it hears to the state that it has. Not to the one with which it began to
+        # listen: that may have the right number and be of a history that was taken back.
+        self._may_follow = False
         self._snapshots = Snapshots(context)
         gradient_bytes = 4 * context.jobs.worker.state.gradient_size
         self._max_buffered = max(2, min(MAX_BUFFERED_STEPS, context.max_ledger_bytes // gradient_bytes))
@@ -175,7 +178,7 @@ class Steps:
             await context.compute.run(Kind.STEP, _STEP_JOB, lambda: context.jobs.load_state(source))
             digest = (await context.compute.run(Kind.STEP, _STEP_JOB, context.jobs.state_digest)).value
             self.last_applied = Applied(source.step, digest)
-            context.state_term = term
+            context.state_term, self._may_follow = term, True
             await context.enter_step(source.step)
         await self.catch_up()
 
@@ -201,6 +204,7 @@ class Steps:
         await self.attempts.forget()
         await self._stop_hearing()
         async with self._applying:
+            self._may_follow = False
             self._ready.clear()
             self._decisions.clear()
             await context.compute.run(Kind.STEP, _STEP_JOB, context.jobs.drop_work)
@@ -223,7 +227,7 @@ class Steps:
             raise context.refuse(Code.UNPREPARED, f"the reduction of step {apply.step} was not heard here")
         await self._learn_basis(apply)
         self._decisions[apply.step] = apply
-        if context.step == apply.step and self.last_applied is not None:
+        if context.step == apply.step and self._may_follow:
             await self.catch_up()
         return self.last_applied or Applied(0, "")
 

@@ -136,6 +136,24 @@ def test_a_newcomer_that_follows_is_not_sent_to_a_newer_state_that_another_was_g
     assert verdict(members, StageBook("d6", snapshot=StateOffer(5, "d5", ("b",)))) is Verdict.WAIT
 
 
+@pytest.mark.parametrize(("digest", "told_to"), [("d5", Verdict.WAIT), ("taken back", Verdict.SYNC)])
+def test_a_newcomer_whose_state_has_the_right_number_and_another_digest_fetches_it(
+    digest: str, told_to: Verdict
+) -> None:
+    members = Members()
+    members.enroll("a", replace(SIGN, state="syncing", step=5, state_digest=digest), 0.0)
+    members.listen(1, 5)
+    members.enroll("a", replace(SIGN, state="syncing", step=5, state_digest=digest), 1.0)
+    assert verdict(members, StageBook("d6", snapshot=StateOffer(5, "d5", ("b",)))) is told_to
+
+
+def test_after_a_restart_a_state_of_a_history_that_was_taken_back_is_not_the_runs() -> None:
+    for state_term, expected in ((3, Verdict.SERVE), (2, Verdict.WAIT)):
+        members = Members()
+        members.enroll("a", replace(SIGN, state_term=state_term), 0.0)
+        assert verdict(members, StageBook(since=3), step=5) is expected
+
+
 def verdict(members: Members, book: StageBook, *, step: int = 6) -> Verdict:
     member = members.get("a")
     assert member is not None
