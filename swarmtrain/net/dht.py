@@ -143,6 +143,7 @@ class DhtNode:
         self._background: set[asyncio.Task[bool]] = set()
         self._being_pinged: set[str] = set()
         self._is_closed = False
+        self.was_alone = False  # since this was last looked at: others may have called before it was noticed
 
     async def serve(self) -> None:
         """Begin to answer other nodes (not in client mode)."""
@@ -379,6 +380,7 @@ class DhtNode:
             now = self._clock()
             self._suspects = {peer: suspect for peer, suspect in self._suspects.items() if suspect.until > now}
         self._table.remove(place_of_peer(peer_id))
+        self.was_alone = self.was_alone or not len(self._table)
 
 
 def _packed(addresses: tuple[str, ...]) -> tuple[bytes, ...]:

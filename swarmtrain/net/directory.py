@@ -236,8 +236,8 @@ class Directory:
     async def _look_after(self) -> None:
         await self._host.wait_ready()
         neighbours = self._node.neighbours
-        if not neighbours or self._is_new_p2pd:
-            self._is_new_p2pd = False
+        if not neighbours or self._is_new_p2pd or self._node.was_alone:
+            self._is_new_p2pd = self._node.was_alone = False
             self._was_alone = True
             await self._recover()
         else:
