@@ -96,13 +96,18 @@ DEFECTS = (
         ),
     ),
     Defect(
-        "named-twice",
-        "the roster names everybody who has computed a microbatch, not one of them",
+        "unbalanced-books",
+        "a stage is prepared although nobody has some of the microbatches there",
         (
             Change(
                 "coordinator/books.py",
+                "        return all(self._claims[stage])\n",
+                "        return any(self._claims[stage])\n",
+            ),
+            Change(
+                "coordinator/books.py",
                 "            shares.setdefault(claimants[0], []).append(microbatch)\n",
-                "            for claimant in claimants:\n"
+                "            for claimant in claimants[:1]:\n"
                 "                shares.setdefault(claimant, []).append(microbatch)\n",
             ),
         ),
