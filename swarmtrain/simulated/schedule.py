@@ -166,7 +166,7 @@ def draw(seed: int, *, standard: bool = False) -> Schedule:
         overrides=tuple(overrides),
         num_peers=num_peers,
         faults=tuple(sorted(faults, key=lambda item: (item.step, item.delay_s))),
-        speeds=tuple(rng.choice((1.0, 1.0, 1.0, 0.5, 0.25, 2.0, 0.1)) for _ in peers),
+        speeds=tuple(rng.choice((1.0, 1.0, 0.5, 0.25, 2.0, 0.1)) for _ in peers),
         delay_s=rng.choice((0.001, 0.005, 0.02, 0.08)),
         moves=not standard and num_peers > num_stages + 1 and rng.random() < 0.15,
         is_exact=not remembers and reduce == "none",
@@ -184,7 +184,7 @@ def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int
         is_peer = kind == "point"
         changes |= {"target": target if is_peer else "coordinator", "nth": rng.randint(1, 4)}
         changes["point"] = rng.choice(PEER_POINTS if is_peer else COORDINATOR_POINTS)
-        changes["action"] = rng.choice(("kill", "kill", "kill", "stop", "cut") if is_peer else ("kill", "kill", "cut"))
+        changes["action"] = rng.choice(("kill", "kill", "stop", "cut", "cut") if is_peer else ("kill", "kill", "cut"))
     elif kind == "corrupt":  # found out by a digest; what only a majority of replicas could find out is not promised
         changes |= {"point": "state-chunk", "nth": rng.randint(1, 3), "action": "corrupt"}
     elif kind == "join":
