@@ -174,26 +174,6 @@ DEFECTS = (
         ),
     ),
     Defect(
-        "owner-rounds-for-itself",
-        "with a lossy reduction the owner of a piece keeps its own sum, not the bytes that the others get",
-        (
-            Change(
-                "reduce/reduction.py",
-                "            owned.result.set_result(self._form.answer(shares, owned.piece))\n",
-                "            owned.result.set_result(self._form.answer(shares, owned.piece))\n"
-                "            self._kept = {**getattr(self, '_kept', {}), owned.piece.index: shares}\n",
-            ),
-            Change(
-                "reduce/reduction.py",
-                "            out.numpy()[piece.start : piece.stop] = self._form.result(raw, size)\n",
-                "            out.numpy()[piece.start : piece.stop] = self._form.result(raw, size)\n"
-                "            if piece.owner == self.position:\n"
-                "                from swarmtrain.reduce.shares import added\n"
-                "                out.numpy()[piece.start : piece.stop] = added(self._kept[piece.index])\n",
-            ),
-        ),
-    ),
-    Defect(
         "told-before-journaled",
         "a decision is told before it is in the journal",
         (
@@ -246,6 +226,17 @@ DEFECTS = (
                 "coordinator/daemon.py",
                 "        own = Claim(known.term + 1, known.num_steps, host.peer_id, self._life)\n",
                 "        own = Claim(max(1, known.term), known.num_steps, host.peer_id, self._life)\n",
+            ),
+        ),
+    ),
+    Defect(
+        "same-term-after-roll-back",
+        "the run goes back without a new term, so that what was taken back looks like news",
+        (
+            Change(
+                "coordinator/run.py",
+                "        context.term = context.valid_from = context.term + 1\n",
+                "        context.valid_from = context.term\n",
             ),
         ),
     ),
