@@ -186,13 +186,13 @@ DEFECTS = (
         ),
     ),
     Defect(
-        "decision-forgotten",
-        "a coordinator that starts again does not carry out the last decision in its journal",
+        "decided-step-done-again",
+        "a coordinator that starts again begins with the step that its journal says is decided",
         (
             Change(
                 "coordinator/daemon.py",
-                "        context.decided = self.journal.last_decision()\n",
-                "        context.decided = None\n",
+                "        context.step = self.journal.num_steps()\n",
+                "        context.step = max(0, self.journal.num_steps() - 1)\n",
             ),
         ),
     ),
