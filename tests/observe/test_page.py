@@ -15,7 +15,7 @@ from swarm.harness import PATIENCE, Swarm, tiny
 from . import axe
 from .browser import PROGRAM, WHY_NOT, Browser
 
-pytestmark = [pytest.mark.swarm, pytest.mark.alone, needs(PROGRAM is not None, WHY_NOT)]
+pytestmark = [pytest.mark.swarm, needs(PROGRAM is not None, WHY_NOT)]
 
 PICTURES = os.environ.get("SWARMTRAIN_TEST_PICTURES")  # a directory: the page's pictures for docs/ are written there
 
