@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from needs import needs
-from swarm.harness import PATIENCE, Swarm, tiny
+from swarm.harness import PACE, PATIENCE, Swarm, tiny
 
 from . import axe
 from .browser import PROGRAM, WHY_NOT, Browser
@@ -27,7 +27,7 @@ FAULTS = (Path(__file__).parent / "accessibility.js").read_text()
 @pytest.fixture(scope="module")
 def swarm(shared_place: Path) -> Iterator[Swarm]:
     manifest = tiny("schedule.steps=1000000", "stages.count=3", "validation.every=5", "checkpoint.every=10")
-    with Swarm(manifest, shared_place, num_peers=4) as swarm:
+    with Swarm(manifest, shared_place, num_peers=4, pace=PACE) as swarm:
         swarm.wait_step(12)
         yield swarm
 
