@@ -148,7 +148,7 @@ class CoordinatorDaemon:
         options = self.options
         self._sampler = self._make_sampler(options.manifest)
         try:
-            options.state_dir.mkdir(parents=True, exist_ok=True)
+            world.make_directory(options.state_dir)
         except OSError as error:
             raise StorageError(
                 f"cannot make {options.state_dir}: {error.strerror}", fix="choose another --state-dir"

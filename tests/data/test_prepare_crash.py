@@ -38,7 +38,7 @@ def counted(real):
         return result
     return call
 
-files.os.fsync = counted(os.fsync)
+os.fsync = counted(os.fsync)
 Path.replace = counted(Path.replace)
 prepare(PrepareOptions(tuple(map(Path, inputs)), Path(out), **json.loads(kwargs)))
 print(calls)
