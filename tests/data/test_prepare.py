@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from swarmtrain.data import documents, files
+from swarmtrain.data import documents
 from swarmtrain.data import prepare as prepare_module
 from swarmtrain.data.journal import JOURNAL_FILE, exclusive
 from swarmtrain.data.prepare import PrepareOptions, PrepareProgress, prepare
