@@ -336,8 +336,8 @@ class CoordinatorDaemon:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def _say_goodbye(self, directory: Directory, host: NetworkHost) -> None:
-        """Tell everybody that the run is complete. Who was lost a moment ago is waited for: it calls, if it is there at
-        all, and when everybody else has gone nobody could tell it any more."""
+        """Tell everybody that the run is complete, and who is between two stages as well. Who was lost a moment ago is
+        waited for: it calls, if it is there at all, and when everybody else has gone nobody could tell it any more."""
         if not self.context.is_over:
             return
         await self._announce_once(directory, host)
@@ -349,7 +349,8 @@ class CoordinatorDaemon:
             except NetError:
                 self.context.missed(peer_id)
 
-        await asyncio.gather(*(tell(member.peer_id) for member in self.context.members.everybody()))
+        members = (member.peer_id for member in self.context.members.everybody())
+        await asyncio.gather(*map(tell, dict.fromkeys([*members, *self.moves.on_their_way()])))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await self.context.wait_for(lambda: not self.context.lately_missed)
