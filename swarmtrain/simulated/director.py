@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,12 @@ from swarmtrain.simulated.judge import excesses
 from swarmtrain.simulated.loop import Deadlock
 from swarmtrain.simulated.schedule import Fault, Schedule
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm, told
+from swarmtrain.simulated.watchdog import Endless, watched
 
 POLL_S = 0.02
 PATIENCE_S = 40.0  # a fault does not wait longer for its step: the run may stand still because of the one before
 RESTART_S = 1.0  # whoever runs the daemons starts those again that have ended
+FLIP_S = 2.0  # so long bits are flipped, where something is under way
 LEAVE_S = 150.0  # in which all daemons must have gone after that
 SETTLE_S = 400.0  # virtual seconds in which the run must end once nothing goes wrong any more
 
@@ -47,14 +50,15 @@ class Director:
             task.add_done_callback(self._helper_ended)
         limit_s = SETTLE_S + sum(fault.length_s + fault.delay_s + PATIENCE_S for fault in self.schedule.faults)
         try:
-            swarm.loop.run_until(lambda: faults.done() or swarm.is_over, limit_s=limit_s)
-            if not swarm.is_over:
-                self._heal()
-                swarm.loop.run_until(lambda: swarm.is_over, limit_s=SETTLE_S)
-            for task in (faults, keeper):
-                task.cancel()
-            self._let_go()
-        except Deadlock as error:
+            with watched(swarm.loop.time):
+                swarm.loop.run_until(lambda: faults.done() or swarm.is_over, limit_s=limit_s)
+                if not swarm.is_over:
+                    self._heal()
+                    swarm.loop.run_until(lambda: swarm.is_over, limit_s=SETTLE_S)
+                for task in (faults, keeper):
+                    task.cancel()
+                self._let_go()
+        except (Deadlock, Endless) as error:
             swarm.failed(str(error))
 
     def _heal(self) -> None:
@@ -180,12 +184,34 @@ class Director:
         life.kill()
         return True
 
+    def _restart(self, fault: Fault) -> bool:
+        """Killed, and started again at once: the others may not notice that it is another process."""
+        if (life := self._life(fault.target)) is None:
+            return False
+        life.kill()
+        self._start_again(life)
+        return True
+
+    _coordinator_restart = _restart
+
     def _power_loss(self, fault: Fault) -> bool:
         if (life := self._life(fault.target)) is None:
             return False
+        machine = life.machine
+        machine.luck = random.Random(f"{self.schedule.seed}:{fault}") if fault.amount else None
+        if fault.point:  # in the midst of writing something
+
+            def disarm() -> None:
+                machine.syncs_left = None
+
+            machine.syncs_left = fault.nth
+            self._later(fault.length_s, disarm)
+            return True
         self._away(life, fault)
         life.kill(power_loss=True)
         return True
+
+    _coordinator_power_loss = _power_loss
 
     def _point(self, fault: Fault) -> bool:
         if (life := self._life(fault.target)) is None or life.daemon is None:
@@ -248,7 +274,17 @@ class Director:
         return self.swarm.network.cut(fault.target, fault.other) > 0
 
     def _flip(self, fault: Fault) -> bool:
-        return self.swarm.network.flip(fault.target)
+        """Bits of what comes and goes in the next moments, one after the other."""
+        network, left, ends_at = self.swarm.network, int(fault.amount), self.swarm.now + FLIP_S
+
+        def flip() -> None:
+            nonlocal left
+            left -= network.flip(fault.target)
+            if left > 0 and self.swarm.now < ends_at:
+                self.swarm.at(self.swarm.now + POLL_S, flip)
+
+        flip()
+        return True
 
     def _block(self, pairs: list[tuple[str, str]], length_s: float) -> None:
         network = self.swarm.network

@@ -91,3 +91,19 @@ def test_a_peer_that_was_lost_a_moment_ago_hears_that_the_run_is_complete(
     coordinator.process.spawn(lose(), "lose a peer")
     assert_reference(swarm, references)  # which waits until all daemons have ended
     assert said(swarm, "peer_lost", peer=peer.peer_id, reason="no sign of life")
+
+
+def test_a_peer_between_two_stages_hears_that_the_run_is_complete(simulated: Make, references: References) -> None:
+    """Seed 100861. Its permission to move came with the last step: it had left one stage, and was no member yet of the
+    other one when everybody was told."""
+    swarm = simulated(tiny("checkpoint.every=5"))
+    swarm.start(num_peers=15)
+    coordinator, peer = swarm.coordinator, swarm.peers[LATE]
+    wait_said(swarm, coordinator, "checkpoint_written", step=5)
+    assert not swarm.is_over
+    target = (peer.stage + 1) % 3
+    coordinator.daemon.moves._moving[peer.peer_id] = (target, swarm.now + 120.0)
+    peer.process.call_soon(lambda: peer.daemon._move(target))
+    assert_reference(swarm, references)  # which waits until all daemons have ended
+    assert peer.has("phase_reached", phase="draining", detail=f"moves to stage {target}")
+    assert peer.has("phase_reached", phase="gone", detail="the run is complete")
