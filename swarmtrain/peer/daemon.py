@@ -28,6 +28,7 @@ from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.service import peer_routes
 from swarmtrain.peer.announcing import Announcing
 from swarmtrain.peer.building import build_context
+from swarmtrain.peer.compute import Stopped
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.control import control_commands
 from swarmtrain.peer.coordinator_link import CoordinatorLink, directory_rules
@@ -256,7 +257,10 @@ class PeerDaemon:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise Refusal(Code.NOT_SERVING, "this peer is still joining", 1.0)
-        answer: Message = await handler(message, exchange)
+        try:
+            answer: Message = await handler(message, exchange)
+        except Stopped as stopped:  # it waited for another stage while this peer left its own
+            raise Refusal(Code.NOT_SERVING, "this peer has left its stage") from stopped
         return answer
 
     def _handlers_between_seats(self, link: CoordinatorLink) -> dict[type[Message], Callable[[Any, Exchange], Any]]:

@@ -124,6 +124,7 @@ KINDS = {
     "coordinator-kill": 2,
     "coordinator-restart": 1,
     "coordinator-point": 3,
+    "coordinator-power-loss": 2,
     "coordinator-stop": 1,
     "coordinator-transport": 1,
     "disk-full": 1,
@@ -202,6 +203,9 @@ def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int
         changes |= {"amount": float(rng.getrandbits(len(everybody)))}
     elif kind == "clock":
         changes |= {"target": rng.choice(everybody), "amount": rng.choice((-3600.0, -30.0, -2.0, 2.0, 30.0, 3600.0))}
+    elif kind == "coordinator-power-loss":
+        changes |= {"target": "coordinator", "amount": float(rng.random() < 0.5)}  # some of what was not synced is left
+        changes |= {"point": "sync", "nth": rng.randint(0, 9), "action": "power-loss"} if rng.random() < 0.6 else {}
     elif kind.startswith("coordinator") or kind.startswith("disk"):
         changes["target"] = "coordinator"
     return Fault(**{**vars(fault), **changes})

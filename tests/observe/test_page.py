@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from needs import needs
-from swarm.harness import PATIENCE, Swarm, tiny
+from swarm.harness import PACE, PATIENCE, Swarm, tiny
 
 from . import axe
 from .browser import PROGRAM, WHY_NOT, Browser
 
-pytestmark = [pytest.mark.swarm, pytest.mark.alone, needs(PROGRAM is not None, WHY_NOT)]
+pytestmark = [pytest.mark.swarm, needs(PROGRAM is not None, WHY_NOT)]
 
 PICTURES = os.environ.get("SWARMTRAIN_TEST_PICTURES")  # a directory: the page's pictures for docs/ are written there
 
@@ -27,7 +27,7 @@ FAULTS = (Path(__file__).parent / "accessibility.js").read_text()
 @pytest.fixture(scope="module")
 def swarm(shared_place: Path) -> Iterator[Swarm]:
     manifest = tiny("schedule.steps=1000000", "stages.count=3", "validation.every=5", "checkpoint.every=10")
-    with Swarm(manifest, shared_place, num_peers=4) as swarm:
+    with Swarm(manifest, shared_place, num_peers=4, pace=PACE) as swarm:
         swarm.wait_step(12)
         yield swarm
 

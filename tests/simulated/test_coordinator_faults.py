@@ -176,7 +176,7 @@ def test_training_does_not_wait_for_a_slow_checkpoint(tmp_path: Path) -> None:
         swarm.start(num_peers=2)
         coordinator = swarm.coordinator
         swarm.until(lambda: swarm.step == 2, "two steps")
-        slow_down(swarm, 0.05)
+        slow_down(swarm, 0.03)
         coordinator.machine.disk_s = (
             45.0  # a state is often written for longer than peers keep a copy that nobody asks for
         )
