@@ -60,6 +60,17 @@ class Found:
 
 DEFECTS = (
     Defect(
+        "initial-by-chance",
+        "the first values of a tensor do not follow from the seed and its name alone",
+        (
+            Change(
+                "model/initial.py",
+                'f"{seed}:{name}".encode()',
+                'f"{seed}:{name}:{float(torch.rand(1))}".encode()',
+            ),
+        ),
+    ),
+    Defect(
         "unmarked",
         "an entry does not say that its gradient is in the sum",
         (
@@ -215,17 +226,6 @@ DEFECTS = (
                 "coordinator/journal.py",
                 'self._db.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))',
                 'self._db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))',
-            ),
-        ),
-    ),
-    Defect(
-        "term-kept",
-        "a coordinator that starts again goes on under its former term",
-        (
-            Change(
-                "coordinator/daemon.py",
-                "        own = Claim(known.term + 1, known.num_steps, host.peer_id, self._life)\n",
-                "        own = Claim(max(1, known.term), known.num_steps, host.peer_id, self._life)\n",
             ),
         ),
     ),
