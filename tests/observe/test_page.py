@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,8 +92,9 @@ def test_it_is_accessible_in_every_size_and_colour(
     browser: Browser, width: int, height: int, phone: bool, dark: bool
 ) -> None:
     browser.look(width, height, dark=dark, phone=phone)
-    browser.wait(f"innerWidth === {width}", timeout_s=10)
-    time.sleep(0.5)  # a snapshot later everything is drawn in this size
+    browser.wait(f"innerWidth === {width}", timeout_s=10 * PATIENCE)
+    before = int(text(browser, "step").split("/")[0])  # with the next step everything is drawn in this size
+    browser.wait(f"parseInt(document.getElementById('step').textContent) > {before}", timeout_s=30 * PATIENCE)
     assert browser.evaluate(FAULTS) == []
     picture(browser, f"page-{'phone' if phone else 'desktop'}-{'dark' if dark else 'light'}.png")
 
@@ -124,7 +124,7 @@ def test_the_check_of_accessibility_sees_planted_faults(browser: Browser, fault:
 @pytest.mark.parametrize("dark", [False, True])
 def test_axe_finds_no_fault(browser: Browser, width: int, height: int, phone: bool, dark: bool) -> None:
     browser.look(width, height, dark=dark, phone=phone)
-    browser.wait(f"innerWidth === {width}", timeout_s=10)
+    browser.wait(f"innerWidth === {width}", timeout_s=10 * PATIENCE)
     assert axe.faults(browser) == []
 
 

@@ -1,6 +1,6 @@
 """Schedules from seeds: fixed ones and some fresh ones, all judged; and that a seed is all that matters.
 
-Thirty in the ordinary suite, seventy more with --long; scripts/simulate takes any number.
+Twenty in the ordinary suite, eighty more with --long; scripts/simulate takes any number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarmtrain.simulated.command import run_schedule
 from swarmtrain.simulated.schedule import KINDS, draw
 
 FIXED = range(100)
-NUM_ORDINARY = 30
+NUM_ORDINARY = 20
 NUM_FRESH = 3
 
 
