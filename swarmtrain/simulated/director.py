@@ -14,10 +14,12 @@ from swarmtrain.simulated.judge import excesses
 from swarmtrain.simulated.loop import Deadlock
 from swarmtrain.simulated.schedule import Fault, Schedule
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm, told
+from swarmtrain.simulated.watchdog import Endless, watched
 
 POLL_S = 0.02
 PATIENCE_S = 40.0  # a fault does not wait longer for its step: the run may stand still because of the one before
 RESTART_S = 1.0  # whoever runs the daemons starts those again that have ended
+FLIP_S = 2.0  # so long bits are flipped, where something is under way
 LEAVE_S = 150.0  # in which all daemons must have gone after that
 SETTLE_S = 400.0  # virtual seconds in which the run must end once nothing goes wrong any more
 
@@ -47,14 +49,15 @@ class Director:
             task.add_done_callback(self._helper_ended)
         limit_s = SETTLE_S + sum(fault.length_s + fault.delay_s + PATIENCE_S for fault in self.schedule.faults)
         try:
-            swarm.loop.run_until(lambda: faults.done() or swarm.is_over, limit_s=limit_s)
-            if not swarm.is_over:
-                self._heal()
-                swarm.loop.run_until(lambda: swarm.is_over, limit_s=SETTLE_S)
-            for task in (faults, keeper):
-                task.cancel()
-            self._let_go()
-        except Deadlock as error:
+            with watched(swarm.loop.time):
+                swarm.loop.run_until(lambda: faults.done() or swarm.is_over, limit_s=limit_s)
+                if not swarm.is_over:
+                    self._heal()
+                    swarm.loop.run_until(lambda: swarm.is_over, limit_s=SETTLE_S)
+                for task in (faults, keeper):
+                    task.cancel()
+                self._let_go()
+        except (Deadlock, Endless) as error:
             swarm.failed(str(error))
 
     def _heal(self) -> None:
@@ -180,6 +183,16 @@ class Director:
         life.kill()
         return True
 
+    def _restart(self, fault: Fault) -> bool:
+        """Killed, and started again at once: the others may not notice that it is another process."""
+        if (life := self._life(fault.target)) is None:
+            return False
+        life.kill()
+        self._start_again(life)
+        return True
+
+    _coordinator_restart = _restart
+
     def _power_loss(self, fault: Fault) -> bool:
         if (life := self._life(fault.target)) is None:
             return False
@@ -248,7 +261,17 @@ class Director:
         return self.swarm.network.cut(fault.target, fault.other) > 0
 
     def _flip(self, fault: Fault) -> bool:
-        return self.swarm.network.flip(fault.target)
+        """Bits of what comes and goes in the next moments, one after the other."""
+        network, left, ends_at = self.swarm.network, int(fault.amount), self.swarm.now + FLIP_S
+
+        def flip() -> None:
+            nonlocal left
+            left -= network.flip(fault.target)
+            if left > 0 and self.swarm.now < ends_at:
+                self.swarm.at(self.swarm.now + POLL_S, flip)
+
+        flip()
+        return True
 
     def _block(self, pairs: list[tuple[str, str]], length_s: float) -> None:
         network = self.swarm.network

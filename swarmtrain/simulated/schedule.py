@@ -102,7 +102,8 @@ PEER_POINTS = (
 COORDINATOR_POINTS = ("before-decision", "after-decision", "after-step", "checkpoint-write")
 # How often each kind is drawn.
 KINDS = {
-    "kill": 6,
+    "kill": 5,
+    "restart": 2,
     "point": 8,
     "power-loss": 2,
     "stop": 3,
@@ -111,8 +112,8 @@ KINDS = {
     "join": 3,
     "cut": 3,
     "cut-pair": 2,
-    "flip": 1,
-    "corrupt": 1,
+    "flip": 3,
+    "corrupt": 2,
     "partition": 2,
     "one-way": 2,
     "slow-line": 2,
@@ -121,6 +122,7 @@ KINDS = {
     "hang": 1,
     "empty-stage": 1,
     "coordinator-kill": 2,
+    "coordinator-restart": 1,
     "coordinator-point": 3,
     "coordinator-stop": 1,
     "coordinator-transport": 1,
@@ -164,7 +166,7 @@ def draw(seed: int, *, standard: bool = False) -> Schedule:
         overrides=tuple(overrides),
         num_peers=num_peers,
         faults=tuple(sorted(faults, key=lambda item: (item.step, item.delay_s))),
-        speeds=tuple(rng.choice((1.0, 1.0, 1.0, 0.5, 0.25, 2.0)) for _ in peers),
+        speeds=tuple(rng.choice((1.0, 1.0, 1.0, 0.5, 0.25, 2.0, 0.1)) for _ in peers),
         delay_s=rng.choice((0.001, 0.005, 0.02, 0.08)),
         moves=not standard and num_peers > num_stages + 1 and rng.random() < 0.15,
         is_exact=not remembers and reduce == "none",
@@ -195,6 +197,7 @@ def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int
         changes |= {"amount": rng.choice((20e3, 100e3))} if kind == "slow-line" else {}
     elif kind in ("cut", "flip", "transport"):
         changes["target"] = rng.choice(everybody)
+        changes |= {"amount": float(rng.choice((1, 4, 12)))} if kind == "flip" else {}
     elif kind == "partition":
         changes |= {"amount": float(rng.getrandbits(len(everybody)))}
     elif kind == "clock":

@@ -1,10 +1,13 @@
 """Defects to plant, one at a time, in the places that docs/architecture.md calls guarantees: do seeds find them?
 
-    scripts/planted                     # all of them, each until a seed finds it; minutes for each
-    scripts/planted NAME ... --seeds 200
+    scripts/planted                          # all of them, each until a seed finds it
+    scripts/planted NAME ... --seed 40 --seeds 200
+    scripts/planted --seeds 2000 --table     # ... and print what FOUND below and the page in docs/ must say
+    scripts/planted --known                  # only the seeds that are known to find them
 
-Each is planted for real in a copy of the package, and `scripts/simulate` runs on that copy. `test_planted.py` holds the
-list against the source: every text that is replaced must be there exactly once.
+Each is planted for real in a copy of the package, and `scripts/simulate` runs on that copy. Many a guard of this code is
+doubled: where another layer would make up for a defect, both are taken away, and `what` says so. `test_planted.py` holds
+the list against the source: every text that is replaced must be there exactly once.
 """
 
 from __future__ import annotations
@@ -16,189 +19,314 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "simulated-swarm.md"
+
+
+@dataclass(frozen=True)
+class Change:
+    """`old` becomes `new` in a file of the package."""
+
+    file: str
+    old: str
+    new: str
 
 
 @dataclass(frozen=True)
 class Defect:
-    """`old` becomes `new` in a file of the package."""
+    """What somebody might get wrong."""
 
     name: str
     what: str
-    file: str
-    old: str
-    new: str
+    changes: tuple[Change, ...]
+
+    @property
+    def files(self) -> str:
+        """Where it is planted."""
+        return ", ".join(dict.fromkeys(f"`{change.file}`" for change in self.changes))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The first seed that finds a defect, and what the judge says of it."""
+
+    seed: int | None
+    said: str
 
 
 DEFECTS = (
     Defect(
         "unmarked",
         "an entry does not say that its gradient is in the sum",
-        "peer/jobs.py",
-        "        self.worker.accumulate(gradients)\n        entry.accumulated = True\n",
-        "        self.worker.accumulate(gradients)\n",
+        (
+            Change(
+                "peer/jobs.py",
+                "        self.worker.accumulate(gradients)\n        entry.accumulated = True\n",
+                "        self.worker.accumulate(gradients)\n",
+            ),
+        ),
     ),
     Defect(
         "answered-anew",
         "a finished microbatch that is asked for again is computed and added again",
-        "peer/microbatch.py",
-        "        if entry is not None and entry.answer is not None:\n",
-        "        if entry is not None and entry.answer is not None and context.ledger._entries.pop(work.microbatch):\n"
-        "            entry = None\n"
-        "        if entry is not None and entry.answer is not None:\n",
+        (
+            Change(
+                "peer/microbatch.py",
+                "        if entry is not None and entry.answer is not None:\n",
+                "        if entry is not None and entry.answer is not None and"
+                " context.ledger._entries.pop(work.microbatch):\n"
+                "            entry = None\n"
+                "        if entry is not None and entry.answer is not None:\n",
+            ),
+        ),
     ),
     Defect(
         "extra-stays",
         "a microbatch that another peer answers for stays in this peer's sum as well",
-        "peer/jobs.py",
-        "            if entry.accumulated != (entry.microbatch in wanted):\n",
-        "            if not entry.accumulated and entry.microbatch in wanted:\n",
+        (
+            Change(
+                "peer/jobs.py",
+                "            if entry.accumulated != (entry.microbatch in wanted):\n",
+                "            if not entry.accumulated and entry.microbatch in wanted:\n",
+            ),
+        ),
     ),
     Defect(
-        "missing-ignored",
-        "a peer prepares without the microbatches that it does not have",
-        "peer/steps.py",
-        "            missing = sorted(wanted - ledger.finished())\n",
-        "            missing = sorted(wanted - ledger.finished())[:0]\n",
+        "named-twice",
+        "the roster names everybody who has computed a microbatch, not one of them",
+        (
+            Change(
+                "coordinator/books.py",
+                "            shares.setdefault(claimants[0], []).append(microbatch)\n",
+                "            for claimant in claimants:\n"
+                "                shares.setdefault(claimant, []).append(microbatch)\n",
+            ),
+        ),
+    ),
+    Defect(
+        "claims-survive",
+        "what only a lost peer has computed stays in the books",
+        (
+            Change(
+                "coordinator/books.py",
+                "            if member in claimants:\n                claimants.remove(member)\n                voided += 1\n",
+                "            if member in claimants and len(claimants) > 1:\n"
+                "                claimants.remove(member)\n                voided += 1\n",
+            ),
+        ),
+    ),
+    Defect(
+        "stale-work",
+        "work of a step that is over is added to the next one's sum",
+        (
+            Change(
+                "peer/jobs.py",
+                "        if entry.generation != self.generation:\n            raise StaleWork(",
+                "        if entry.generation > self.generation:\n            raise StaleWork(",
+            ),
+        ),
+    ),
+    Defect(
+        "sum-survives",
+        "a peer whose state is replaced keeps the sum that it computed with the old one",
+        (Change("peer/jobs.py", "        self.worker.sum.clear()\n        self.codecs.settle_step(())\n", ""),),
+    ),
+    Defect(
+        "step-not-awaited",
+        "work of the next step is taken before this one is applied",
+        (
+            Change(
+                "peer/context.py",
+                "        if step == self.step + 1 or (step == self.step and self.is_applying):\n",
+                "        if step == self.step + 1:\n            return\n        if step == self.step and self.is_applying:\n",
+            ),
+        ),
+    ),
+    Defect(
+        "part-of-another-attempt",
+        "an owner takes a share of an attempt that was given up for one of the attempt under way",
+        (
+            Change(
+                "peer/attempts.py",
+                "        if attempt is None or attempt.key != wanted:\n",
+                "        if attempt is None or attempt.key[:2] != wanted[:2]:\n",
+            ),
+        ),
+    ),
+    Defect(
+        "summed-in-fp32",
+        "the owner of a piece adds shares in fp32, and the sum depends on who had which microbatch",
+        (
+            Change(
+                "reduce/shares.py",
+                "        summed = added(shares) if total is None else total\n",
+                "        numbers = [s.numbers.numbers() if isinstance(s.numbers, Packed) else s.numbers for s in shares]\n"
+                "        summed = sum(share.astype(np.float32) for share in numbers) if numbers else total\n",
+            ),
+        ),
+    ),
+    Defect(
+        "owner-rounds-for-itself",
+        "with a lossy reduction the owner of a piece keeps its own sum, not the bytes that the others get",
+        (
+            Change(
+                "reduce/reduction.py",
+                "            owned.result.set_result(self._form.answer(shares, owned.piece))\n",
+                "            owned.result.set_result(self._form.answer(shares, owned.piece))\n"
+                "            self._kept = {**getattr(self, '_kept', {}), owned.piece.index: shares}\n",
+            ),
+            Change(
+                "reduce/reduction.py",
+                "            out.numpy()[piece.start : piece.stop] = self._form.result(raw, size)\n",
+                "            out.numpy()[piece.start : piece.stop] = self._form.result(raw, size)\n"
+                "            if piece.owner == self.position:\n"
+                "                from swarmtrain.reduce.shares import added\n"
+                "                out.numpy()[piece.start : piece.stop] = added(self._kept[piece.index])\n",
+            ),
+        ),
     ),
     Defect(
         "told-before-journaled",
         "a decision is told before it is in the journal",
-        "coordinator/steps.py",
-        "        context.journal.decide(decision, context.tally.new_names(named))\n",
-        "        names = context.tally.new_names(named)\n"
-        "        asyncio.get_running_loop().call_later(0.05, context.journal.decide, decision, names)\n",
+        (
+            Change(
+                "coordinator/steps.py",
+                "        context.journal.decide(decision, context.tally.new_names(named))\n",
+                "        names = context.tally.new_names(named)\n"
+                "        asyncio.get_running_loop().call_later(0.05, context.journal.decide, decision, names)\n",
+            ),
+        ),
     ),
     Defect(
-        "old-term-obeyed",
-        "an off-by-one in a term: the coordinator before this one is still obeyed",
-        "peer/context.py",
-        "        if term < self.term:\n",
-        "        if term + 1 < self.term:\n",
-    ),
-    Defect(
-        "incarnation-ignored",
-        "what a peer did before its restart is counted for its new life",
-        "coordinator/members.py",
-        "        if member is None or (member.incarnation, member.stage) != (hop.incarnation, hop.stage):\n",
-        "        if member is None or member.stage != hop.stage:\n",
-    ),
-    Defect(
-        "roster-of-a-former-life",
-        "a peer answers for what its former life is named for",
-        "peer/roster.py",
-        "        if entry.peer_id == peer_id and entry.incarnation == incarnation:\n",
-        "        if entry.peer_id == peer_id:\n",
-    ),
-    Defect(
-        "claims-survive",
-        "a lost peer's microbatches stay in the books",
-        "coordinator/books.py",
-        "            if member in claimants:\n                claimants.remove(member)\n                voided += 1\n",
-        "            if member in claimants and len(claimants) > 1:\n"
-        "                claimants.remove(member)\n                voided += 1\n",
-    ),
-    Defect(
-        "any-sum-applied",
-        "a peer applies the sum that it has, whatever the decision names",
-        "peer/steps.py",
-        "            if ready is None or ready.digest != apply.digest:\n"
-        '                raise context.refuse(Code.UNPREPARED, f"no prepared',
-        '            if ready is None:\n                raise context.refuse(Code.UNPREPARED, f"no prepared',
-    ),
-    Defect(
-        "chunk-unchecked",
-        "a newcomer takes chunks of a state as they come",
-        "chain/state_transfer.py",
-        " or hashlib.sha256(chunk.values).digest() != self._expected[number]",
-        "",
-    ),
-    Defect(
-        "roll-back-short",
-        "the journal keeps one step too many when the run goes back",
-        "coordinator/journal.py",
-        'self._db.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))',
-        'self._db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))',
-    ),
-    Defect(
-        "members-keep-steps",
-        "after a roll-back peers are still believed to have the steps that were taken back",
-        "coordinator/run.py",
-        "        context.members.forget_steps()\n",
-        "",
-    ),
-    Defect(
-        "stale-work",
-        "work of a state that was replaced is added to the next sum",
-        "peer/jobs.py",
-        "        if entry.generation != self.generation:\n            raise StaleWork(",
-        "        if entry.generation > self.generation:\n            raise StaleWork(",
-    ),
-    Defect(
-        "work-while-applying",
-        "work of the step that is being applied is still taken",
-        "peer/context.py",
-        "        if step > self.step or (step == self.step and self.is_applying):\n",
-        "        if step > self.step:\n",
-    ),
-    Defect(
-        "listener-starts-anywhere",
-        "a newcomer follows decisions from before its state",
-        "peer/steps.py",
-        "            self._ready = {step: item for step, item in self._ready.items() if step >= source.step}\n",
-        "",
-    ),
-    Defect(
-        "lost-wake-up",
-        "a lease that ends wakes nobody who waits for its place",
-        "coordinator/lease.py",
-        "        self._inside -= 1\n        self._changed.set()\n",
-        "        self._inside -= 1\n",
+        "decision-forgotten",
+        "a coordinator that starts again does not carry out the last decision in its journal",
+        (
+            Change(
+                "coordinator/daemon.py",
+                "        context.decided = self.journal.last_decision()\n",
+                "        context.decided = None\n",
+            ),
+        ),
     ),
     Defect(
         "one-stage-is-enough",
         "a step goes on when any stage has applied it",
-        "coordinator/apply.py",
-        "        await context.wait_for(lambda: all(self._answers))\n",
-        "        await context.wait_for(lambda: any(self._answers))\n",
+        (
+            Change(
+                "coordinator/apply.py",
+                "        await context.wait_for(lambda: all(self._answers))\n",
+                "        await context.wait_for(lambda: any(self._answers))\n",
+            ),
+        ),
     ),
     Defect(
-        "checksum-unchecked",
-        "a frame whose checksum is wrong is taken as it is",
-        "net/receiver.py",
-        "        if crc != header.crc:\n",
-        "        if crc != header.crc and header.length < 0:\n",
+        "roll-back-short",
+        "the journal keeps one step too many when the run goes back",
+        (
+            Change(
+                "coordinator/journal.py",
+                'self._db.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))',
+                'self._db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))',
+            ),
+        ),
+    ),
+    Defect(
+        "term-kept",
+        "a coordinator that starts again goes on under its former term",
+        (
+            Change(
+                "coordinator/daemon.py",
+                "        own = Claim(known.term + 1, known.num_steps, host.peer_id, self._life)\n",
+                "        own = Claim(max(1, known.term), known.num_steps, host.peer_id, self._life)\n",
+            ),
+        ),
+    ),
+    Defect(
+        "chunk-unchecked",
+        "a newcomer takes chunks of a state as they come, and says that it has what it was offered",
+        (
+            Change(
+                "chain/state_transfer.py",
+                " or hashlib.sha256(chunk.values).digest() != self._expected[number]",
+                "",
+            ),
+            Change(
+                "peer/steps.py",
+                "    async def load(self, source: StateSource, *, term: int) -> None:\n",
+                '    async def load(self, source: StateSource, *, term: int, offered: str = "") -> None:\n',
+            ),
+            Change(
+                "peer/steps.py",
+                "            self.last_applied = Applied(source.step, digest)\n",
+                "            self.last_applied = Applied(source.step, offered or digest)\n",
+            ),
+            Change(
+                "peer/syncing.py",
+                "download.basis_epoch, download.buffers), term=order.term)\n",
+                "download.basis_epoch, download.buffers), term=order.term, offered=order.sync_digest)\n",
+            ),
+        ),
     ),
     Defect(
         "moments-forgotten",
         "a joiner's state comes without the optimizer's second moments",
-        "peer/jobs.py",
-        "        self.worker.state.load_buffers(source.buffers, step=source.step, basis_epoch=source.basis_epoch)\n",
-        "        self.worker.state.load_buffers(source.buffers, step=source.step, basis_epoch=source.basis_epoch)\n"
-        "        self.worker.state.buffers[-1].zero_()\n",
+        (
+            Change(
+                "peer/jobs.py",
+                "        self.worker.state.load_buffers(source.buffers, step=source.step, basis_epoch=source.basis_epoch)\n",
+                "        self.worker.state.load_buffers(source.buffers, step=source.step, basis_epoch=source.basis_epoch)\n"
+                "        self.worker.state.buffers[-1].zero_()\n",
+            ),
+        ),
+    ),
+    Defect(
+        "checksum-unchecked",
+        "a message whose checksum is wrong is taken as it is",
+        (
+            Change(
+                "net/receiver.py",
+                "        if crc != header.crc:\n",
+                "        if crc != header.crc and header.length < 0:\n",
+            ),
+        ),
+    ),
+    Defect(
+        "lost-wake-up",
+        "a lease that ends wakes nobody who waits for its place",
+        (
+            Change(
+                "coordinator/lease.py",
+                "        self._inside -= 1\n        self._changed.set()\n",
+                "        self._inside -= 1\n",
+            ),
+        ),
     ),
 )
+
+FOUND: dict[str, Found] = {}
 
 
 def plant(defect: Defect, place: Path) -> None:
     """Copy the package to `place` with the defect in it."""
     shutil.copytree(ROOT / "swarmtrain", place / "swarmtrain", ignore=shutil.ignore_patterns("__pycache__"))
-    path = place / "swarmtrain" / defect.file
-    text = path.read_text()
-    assert text.count(defect.old) == 1, f"{defect.name}: {text.count(defect.old)} places in {defect.file}"
-    path.write_text(text.replace(defect.old, defect.new))
+    for change in defect.changes:
+        path = place / "swarmtrain" / change.file
+        text = path.read_text()
+        assert text.count(change.old) == 1, f"{defect.name}: {text.count(change.old)} places in {change.file}"
+        path.write_text(text.replace(change.old, change.new))
 
 
-def find(defect: Defect, *, first: int, num_seeds: int) -> tuple[int | None, str]:
-    """The first seed that finds the defect, and what it said."""
+def find(defect: Defect, *, first: int, num_seeds: int) -> Found:
+    """The first seed that finds the defect, and what it said. Seeds are tried in order, in one process."""
     with tempfile.TemporaryDirectory(prefix="swarmtrain-planted-") as name:
         plant(defect, Path(name))
         found = subprocess.run(
             [
-                *(sys.executable, "-m", "swarmtrain.simulated.command", "--no-shrink", "--first"),
+                *(sys.executable, "-m", "swarmtrain.simulated.command", "--no-shrink", "--first", "--processes", "1"),
                 *("--seed", str(first), "--seeds", str(num_seeds)),
             ],
             cwd=name,
@@ -210,8 +338,14 @@ def find(defect: Defect, *, first: int, num_seeds: int) -> tuple[int | None, str
     lines = found.stdout.splitlines()
     for number, line in enumerate(lines):
         if line.startswith("seed ") and line.endswith("FAILED:"):
-            return int(line.split()[1]), lines[number + 1].strip()
-    return None, (lines or found.stderr.splitlines() or [""])[-1]
+            return Found(int(line.split()[1]), lines[number + 1].strip()[:100])
+    return Found(None, (lines or found.stderr.splitlines() or [""])[-1])
+
+
+def table_row(defect: Defect, found: Found) -> str:
+    """As in the page about the simulated swarm."""
+    seed = "none" if found.seed is None else found.seed
+    return f"| `{defect.name}` | {defect.what} | {defect.files} | {seed} | {found.said.replace('|', '/')} |"
 
 
 def main() -> int:
@@ -220,19 +354,43 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="which defects; default: all")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=2000, help="how many are tried for each")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="defects at once (default: all cores)"
+    )
+    parser.add_argument("--known", action="store_true", help="only the seeds that are known to find them")
+    parser.add_argument(
+        "--table", action="store_true", help="in the end, print FOUND and the rows of the page in docs/"
+    )
     chosen = parser.parse_args()
     unknown = set(chosen.names) - {defect.name for defect in DEFECTS}
     if unknown:
         parser.error(f"no such defect: {', '.join(sorted(unknown))}")
     wanted = [defect for defect in DEFECTS if not chosen.names or defect.name in chosen.names]
-    num_found = 0
-    for defect in wanted:
+
+    def search(defect: Defect) -> Found:
         started = time.monotonic()
-        seed, said = find(defect, first=chosen.seed, num_seeds=chosen.seeds)
-        num_found += seed is not None
-        verdict = f"seed {seed}" if seed is not None else "NOT FOUND"
-        print(f"{defect.name:26} {verdict:10} {time.monotonic() - started:5.0f} s  {said[:100]}", flush=True)
+        known = FOUND[defect.name].seed if chosen.known else None
+        found = (
+            find(defect, first=known or 0, num_seeds=1)
+            if chosen.known
+            else find(defect, first=chosen.seed, num_seeds=chosen.seeds)
+        )
+        verdict = f"seed {found.seed}" if found.seed is not None else "NOT FOUND"
+        print(f"{defect.name:26} {verdict:10} {time.monotonic() - started:5.0f} s  {found.said}", flush=True)
+        return found
+
+    with ThreadPoolExecutor(chosen.processes) as pool:
+        results = dict(zip(wanted, pool.map(search, wanted), strict=True))
+    num_found = sum(found.seed is not None for found in results.values())
     print(f"{num_found} of {len(wanted)} found")
+    if chosen.table:
+        print("\nFOUND = {")
+        for defect, found in results.items():
+            said = found.said.replace("\\", "\\\\").replace('"', '\\"')
+            print(f'    "{defect.name}": Found({found.seed}, "{said}"),')
+        print("}\n")
+        for defect, found in results.items():
+            print(table_row(defect, found))
     return 0 if num_found == len(wanted) else 1
 
 
