@@ -178,13 +178,17 @@ def analyse(tracer: coverage.Coverage, path: Path) -> File:
 def run_all(directory: Path, num_seeds: int, scenarios: list[str], num_processes: int) -> list[str]:
     """Run everything; what failed."""
     jobs = [["pytest", name] for name in scenarios]
-    jobs += [
-        ["seeds", str(first), str(min(AT_ONCE, num_seeds - first))] for first in range(0, num_seeds, AT_ONCE)
-    ]
+    jobs += [["seeds", str(first), str(min(AT_ONCE, num_seeds - first))] for first in range(0, num_seeds, AT_ONCE)]
 
     def run(numbered: tuple[int, list[str]]) -> str:
         number, job = numbered
-        command = [sys.executable, str(HERE / "reached.py"), "--measure", str(directory / f"data.{os.getpid()}.{number}"), *job]
+        command = [
+            sys.executable,
+            str(HERE / "reached.py"),
+            "--measure",
+            str(directory / f"data.{os.getpid()}.{number}"),
+            *job,
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         started = time.monotonic()
         done = subprocess.run(
@@ -205,7 +209,9 @@ def listed() -> dict[tuple[str, str], str]:
     content = tomllib.loads(LIST.read_text())
     reasons = content.pop("reasons", {})
     return {
-        (path, name): reasons.get(reason, reason) for path, entries in content.items() for name, reason in entries.items()
+        (path, name): reasons.get(reason, reason)
+        for path, entries in content.items()
+        for name, reason in entries.items()
     }
 
 
@@ -258,9 +264,7 @@ def main() -> int:
     try:
         failures = run_all(directory, chosen.seeds, [] if chosen.no_scenarios else scenarios, chosen.processes)
         include = [f"{PACKAGE / room}/*" for room in ROOMS]
-        whole = coverage.Coverage(
-            data_file=None, branch=True, config_file=False, include=include, messages=False
-        )
+        whole = coverage.Coverage(data_file=None, branch=True, config_file=False, include=include, messages=False)
         whole.combine([str(path) for path in sorted(directory.glob("data.*"))], keep=True)
         files = [analyse(whole, path) for room in ROOMS for path in sorted((PACKAGE / room).glob("*.py"))]
         num_bad = report([file for file in files if file.num_branches or file.unreached])
