@@ -71,14 +71,14 @@ def assert_refused(swarm: SimulatedSwarm, sender: Life, target: Life, wrong: Seq
     assert found == [str(code) for _, code in wrong]
 
 
-def standing(simulated: Make, *overrides: str, **options: Any) -> tuple[SimulatedSwarm, list[Life]]:
-    """A run of three stages that stands still in step 1: its last stage is paused, and takes nothing more."""
+def standing(simulated: Make, *overrides: str, held: int = 2) -> tuple[SimulatedSwarm, list[Life]]:
+    """A run of three stages that stands still in step 1: one stage is paused, and takes nothing more."""
     swarm = simulated(tiny(*overrides))
-    swarm.start_coordinator(min_peers=3, **options)
+    swarm.start_coordinator(min_peers=3)
     peers = [swarm.start_peer(f"peer{stage}", stage) for stage in range(3)]
     wait_serving(swarm, *peers)
     wait_step(swarm, 1)
-    hold(peers[2])
+    hold(peers[held])
     swarm.run_for(5.0)
     return swarm, peers
 
@@ -102,7 +102,7 @@ def a_work(swarm: SimulatedSwarm, stage: int, boundary: torch.Tensor) -> Work:
 
 
 def test_work_that_is_no_microbatch_is_refused(simulated: Make, references: References) -> None:
-    swarm, peers = standing(simulated, "model.vocab_size=300")
+    swarm, peers = standing(simulated, "model.vocab_size=300", held=0)
     zeros = torch.zeros(1, 16, 4)
     work = a_work(swarm, 1, zeros)
     beyond = np.full(len(work.tokens) // 2, 300, dtype=np.uint16).tobytes()
@@ -113,12 +113,12 @@ def test_work_that_is_no_microbatch_is_refused(simulated: Make, references: Refe
         (replace(work, tokens=beyond), Code.BAD_TENSOR),
         (replace(work, basis_epoch=10**6), Code.STALE_BASIS),
         (replace(work, boundary=b"no tensor"), Code.BAD_TENSOR),
-        (replace(work, boundary=broken), Code.BAD_TENSOR),
+        (replace(work, microbatch=4, boundary=broken), Code.BAD_TENSOR),
         (replace(work, boundary=b"no tensor", evaluate=True), Code.BAD_TENSOR),
     ]
     assert_refused(swarm, peers[0], peers[1], wrong)
     assert peers[1].status()["refused"][Code.BAD_TENSOR] == 6
-    go_on(swarm, references, peers[2])
+    go_on(swarm, references, peers[0])
 
 
 def test_questions_that_a_peer_cannot_answer_are_refused(simulated: Make, references: References) -> None:
