@@ -153,7 +153,8 @@ class CheckpointWriter:
     def open(self) -> None:
         """Make a place to write to."""
         with storage(self._partial):
-            self._partial.mkdir(parents=True, exist_ok=True)
+            world.make_directory(self.directory)
+            self._partial.mkdir(exist_ok=True)
 
     def discard(self) -> None:
         """Remove what was not committed."""
@@ -167,7 +168,7 @@ class CheckpointWriter:
             world.check_disk(path)
             # One entry: safetensors writes several in any order, and equal states are to be equal files.
             save_file(plain, path, metadata={"swarmtrain": f"stage {index} after step {self.step}"})
-            flush(path)
+            world.sync(path)
             self._stages[index] = StageFile(path.name, path.stat().st_size, _sha256(path), state_digest)
 
     def commit(self) -> Path:
@@ -181,12 +182,12 @@ class CheckpointWriter:
             world.check_disk(self.final)
             path = self._partial / FILE
             path.write_text(index.to_json())
-            flush(path)
-            flush(self._partial)
+            world.sync(path)
+            world.sync(self._partial)
             if self.final.exists():
                 _remove(self.final)
             self._partial.rename(self.final)
-            flush(self.directory)
+            world.sync(self.directory)
         return self.final
 
 
@@ -240,6 +241,7 @@ def set_aside(directory: Path, *, after: int) -> list[Path]:
             free = (path.with_name(f"{_LOST}{path.name}-{number}") for number in itertools.count(1))
             with storage(path):
                 renamed.append(path.rename(next(place for place in free if not place.exists())))
+                world.sync(directory)  # lest it comes back when the journal has grown past it
     return renamed
 
 
@@ -277,15 +279,6 @@ class storage:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Have the file or directory at `path` on the disk before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

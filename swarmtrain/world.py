@@ -1,4 +1,4 @@
-"""What a daemon gets from the world around it: clocks, randomness, and work away from the event loop.
+"""What a daemon gets from the world around it: clocks, randomness, a disk, and work away from the event loop.
 
 Daemon code never asks the operating system for these by itself (tests/test_world.py reads the source). `RealWorld`, the
 default, hands them through; the simulated swarm (swarmtrain/simulated) gives every daemon a world whose clock jumps,
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import random as randomness
 import secrets
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -76,6 +78,15 @@ class World(Protocol):
     def check_disk(self, path: Path) -> None:
         """Called before something is written below `path`: a simulated disk raises OSError when it is full."""
 
+    def sync(self, path: Path) -> None:
+        """When this returns, what `path` holds survives a loss of power: a file's content, a directory's names.
+
+        A new or renamed file survives only if both were synced, the file and the directory that names it.
+        """
+
+    def open_database(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+        """An SQLite database, without transactions of its own accord. Its pragmas say what a commit is worth."""
+
 
 class RealWorld:
     """The operating system's."""
@@ -110,6 +121,20 @@ class RealWorld:
 
     def check_disk(self, path: Path) -> None:
         """See `World`: the write itself will say."""
+
+    def sync(self, path: Path) -> None:
+        """See `World`."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def open_database(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+        """See `World`."""
+        if read_only:
+            return sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+        return sqlite3.connect(path, isolation_level=None)
 
 
 class _ThreadEngine:
@@ -204,3 +229,21 @@ def start_engine(name: str, take: Callable[[], Job | None]) -> Engine:
 def check_disk(path: Path) -> None:
     """See `World`."""
     _current.get().check_disk(path)
+
+
+def sync(path: Path) -> None:
+    """See `World`."""
+    _current.get().sync(path)
+
+
+def make_directory(path: Path) -> None:
+    """Make `path` and what lies above it, as far as they are missing, so that they survive a loss of power."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for place in reversed(missing):
+        sync(place.parent)
+
+
+def open_database(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    """See `World`."""
+    return _current.get().open_database(path, read_only=read_only)

@@ -288,7 +288,7 @@ def test_a_failed_write_is_a_storage_error_and_leaves_what_was_there(
         real = checkpoints.save_file
         monkeypatch.setattr(checkpoints, "save_file", lambda *a, **k: (no_space(), real(*a, **k)))
     else:
-        monkeypatch.setattr(checkpoints, "flush", no_space)
+        monkeypatch.setattr(checkpoints.world, "sync", no_space)
     states = restore_all(tmp_path)
     for state in states:
         state.step = 3

@@ -23,7 +23,8 @@ FORBIDDEN = {
     "socket": {"*"},
     "select": {"*"},
     "datetime": {"now", "utcnow", "today"},
-    "os": {"urandom", "fork", "system", "kill"},
+    "os": {"urandom", "fork", "system", "kill", "fsync", "fdatasync", "sync"},
+    "sqlite3": {"connect"},
     "asyncio": {
         "to_thread",
         "create_subprocess_exec",
@@ -101,6 +102,18 @@ def test_daemon_code_reaches_the_world_only_through_the_world() -> None:
     assert not around, "\n".join(around)
 
 
+def test_only_the_world_syncs_files() -> None:
+    """Everywhere in the package: what goes around it, a simulated loss of power would not know of."""
+    around = [
+        f"{path.relative_to(PACKAGE)} {what}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path != PACKAGE / "world.py"
+        for what in reached(path.read_text())
+        if "sync" in what.rpartition("os.")[2] and "os." in what
+    ]
+    assert not around, "\n".join(around)
+
+
 def test_the_edge_is_no_larger_than_it_must_be() -> None:
     for name in sorted(EDGE - {"observe/logs.py"}):
         assert reached((PACKAGE / name).read_text()) or "asyncio." in (PACKAGE / name).read_text(), name
@@ -121,6 +134,8 @@ def test_the_edge_is_no_larger_than_it_must_be() -> None:
         "import socket",
         "loop.run_in_executor(None, print)",
         "import os\nos.urandom(8)",
+        "import os\nos.fsync(3)",
+        "import sqlite3\nsqlite3.connect('x')",
     ],
 )
 def test_the_check_sees_each_way_around(source: str) -> None:

@@ -36,6 +36,7 @@ from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.coordinator.rivals import Known, check_running, next_term
 from swarmtrain.coordinator.run import Run
 from swarmtrain.coordinator.web import page_routes
+from swarmtrain.data.files import atomic_write
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.errors import StorageError, SwarmtrainError
 from swarmtrain.machine import Machine, ThisMachine
@@ -148,7 +149,7 @@ class CoordinatorDaemon:
         options = self.options
         self._sampler = self._make_sampler(options.manifest)
         try:
-            options.state_dir.mkdir(parents=True, exist_ok=True)
+            world.make_directory(options.state_dir)
         except OSError as error:
             raise StorageError(
                 f"cannot make {options.state_dir}: {error.strerror}", fix="choose another --state-dir"
@@ -239,9 +240,10 @@ class CoordinatorDaemon:
         self.observer = RunObserver(
             self.context, self.checkpoints, self.keeper, invite=self.invite.text(), refused=self.refused
         )
-        for path in (self.options.state_dir / "invite", self.options.invite_file):
-            if path is not None:
-                _write(path, self.invite.text() + "\n")
+        text = f"{self.invite.text()}\n"
+        atomic_write(self.options.state_dir / "invite", text.encode())
+        if self.options.invite_file is not None:
+            _write(self.options.invite_file, text)
         self._is_open = True
         self._phase("invite", self.invite.text())
 
@@ -334,8 +336,8 @@ class CoordinatorDaemon:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def _say_goodbye(self, directory: Directory, host: NetworkHost) -> None:
-        """Tell everybody that the run is complete. Who was lost a moment ago is waited for: it calls, if it is there at
-        all, and when everybody else has gone nobody could tell it any more."""
+        """Tell everybody that the run is complete, and who is between two stages as well. Who was lost a moment ago is
+        waited for: it calls, if it is there at all, and when everybody else has gone nobody could tell it any more."""
         if not self.context.is_over:
             return
         await self._announce_once(directory, host)
@@ -347,7 +349,8 @@ class CoordinatorDaemon:
             except NetError:
                 self.context.missed(peer_id)
 
-        await asyncio.gather(*(tell(member.peer_id) for member in self.context.members.everybody()))
+        members = (member.peer_id for member in self.context.members.everybody())
+        await asyncio.gather(*map(tell, dict.fromkeys([*members, *self.moves.on_their_way()])))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await self.context.wait_for(lambda: not self.context.lately_missed)
@@ -371,7 +374,7 @@ class CoordinatorDaemon:
         door = await self._machine.serve_http(page_routes(self._observed), self.options.page, "--page", note)
         stack.push_async_callback(door.close)
         url = f"http://{door.address}/"
-        _write(note, url + "\n")
+        atomic_write(note, f"{url}\n".encode())
         self._observed.page_url = url
         self._phase("page", url)
 
@@ -396,6 +399,7 @@ def check_supported(manifest: Manifest) -> None:
 
 
 def _write(path: Path, text: str) -> None:
+    """To a place of the owner's choice, which need not be a file that can be replaced."""
     try:
         path.write_text(text)
     except OSError as error:

@@ -78,12 +78,10 @@ class Journal:
         self.path = path
         self._files = None if read_only else JournalFiles(path)
         try:
-            if read_only:
-                self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
-            else:
-                self._db = sqlite3.connect(path, isolation_level=None)
+            self._db = world.open_database(path, read_only=read_only)
+            if not read_only:
                 self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=FULL")
+                self._db.execute("PRAGMA synchronous=FULL")  # a commit is on the disk when it returns
                 self._db.executescript(_SCHEMA + LOG_SCHEMA)
             self._db.execute("SELECT count(*) FROM steps").fetchone()
         except sqlite3.Error as error:

@@ -52,6 +52,8 @@ class Moves:
         self._check_run(message.run)
         if self._rules.rule == "none":
             return MoveAnswered(False, "this run does not rebalance")
+        if self._context.is_over:
+            return MoveAnswered(False, "the run is complete")
         now = asyncio.get_running_loop().time()
         self._tell_arbiter(now)
         answer = self._arbiter.request(LeaveRequest(peer_id, message.seat, message.source, message.target))
@@ -61,6 +63,12 @@ class Moves:
         else:
             self._context.events.emit(MoveRefused(peer_id, message.source, message.target, answer.why))
         return MoveAnswered(answer.granted, answer.why)
+
+    def on_their_way(self) -> list[str]:
+        """Who was sent to a stage and has not shown up there yet."""
+        now = asyncio.get_running_loop().time()
+        waiting = {**self._expected, **self._moving}
+        return [peer_id for peer_id, (_, until) in waiting.items() if until > now]
 
     def _check_run(self, run: str) -> None:
         if run != self._context.run_id:

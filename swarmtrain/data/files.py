@@ -6,12 +6,12 @@ or a later run after a crash, never sees half a file under its final name.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
+from swarmtrain import world
 from swarmtrain.errors import StorageError
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -48,9 +48,8 @@ class AtomicFile:
     def commit(self) -> None:
         """Flush to the disk and rename: from here on the content survives a crash."""
         with writing(self._path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
+            world.sync(self._temporary)
             self._temporary.replace(self._path)
             sync_directory(self._path.parent)
 
@@ -79,8 +78,4 @@ def atomic_write(path: Path, content: bytes) -> None:
 
 def sync_directory(path: Path) -> None:
     """Make the renames done in this directory survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    world.sync(path)

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from swarmtrain import world
 from swarmtrain.boundary import codec_pair, is_lossless
-from swarmtrain.checkpoint import Checkpoint, flush, storage
+from swarmtrain.checkpoint import Checkpoint, storage
 from swarmtrain.data.tokenizer import ByteTokenizer, JsonTokenizer
 from swarmtrain.errors import UsageError
 from swarmtrain.export import texts
@@ -53,9 +54,9 @@ def export_checkpoint(
         _write_weights(checkpoint, partial, DTYPES[dtype], max_shard_bytes, on_progress)
         _write_texts(checkpoint, tokenizer, partial, dtype)
         with storage(out):
-            flush(partial)
+            world.sync(partial)
             partial.rename(out)
-            flush(out.parent)
+            world.sync(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
@@ -101,7 +102,7 @@ def _write_weights(
         with storage(path):
             save_file(content, path, metadata={"format": "pt"})
             path.chmod(0o644)  # the library makes files for their owner only; this one is to be shared
-            flush(path)
+            world.sync(path)
     if len(shards) > 1:
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
@@ -161,4 +162,4 @@ def _write_texts(checkpoint: Checkpoint, tokenizer: ByteTokenizer | JsonTokenize
 def _write(path: Path, content: bytes) -> None:
     with storage(path):
         path.write_bytes(content)
-        flush(path)
+        world.sync(path)

@@ -129,8 +129,8 @@ def _write_private_file(path: Path, data: bytes) -> None:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        world.sync(partial)
         os.replace(partial, path)
+        world.sync(path.parent)  # the name, too: without it the key may be gone after a loss of power
     except OSError as error:
         raise StateDirectoryError(f"cannot write {path}: {error.strerror}", fix="check owner, mode, space") from error

@@ -19,6 +19,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from swarmtrain import world
 from swarmtrain.net.addresses import Address
 from swarmtrain.net.host_errors import (
     AddressError,
@@ -48,7 +49,7 @@ class StateDirectory:
         """Create the directory if needed and lock it. Raises StateDirectoryError, StateDirectoryInUseError."""
         path = path.absolute()
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            world.make_directory(path)
             lock = os.open(path / "host.lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise StateDirectoryError(

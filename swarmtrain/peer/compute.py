@@ -135,6 +135,10 @@ class ComputeTimes:
         self.count[kind] += 1
 
 
+class Stopped(Exception):
+    """The thread takes no more jobs: this peer leaves its stage."""
+
+
 class Withdrawn(Exception):
     """A job that was taken out of the queue before it began."""
 
@@ -164,7 +168,7 @@ class ComputeThread:
         job = _Job(kind.rank, microbatch, next(self._serial), kind, work, future, world.monotonic(), self)
         with self._lock:
             if self._stopping:
-                raise RuntimeError("the compute thread has stopped")
+                raise Stopped("the compute thread has stopped")
             heapq.heappush(self._jobs, job)
             self.split.begin(Part.QUEUE)
         self._engine.wake()

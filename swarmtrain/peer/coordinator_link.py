@@ -12,7 +12,7 @@ from swarmtrain.chain.offer import COORDINATOR_TOPIC, RunRefused, checked_offer
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.net.directory import Directory, TopicRule
-from swarmtrain.net.errors import CallRefused, NetError
+from swarmtrain.net.errors import CallRefused, NetError, Refusal
 from swarmtrain.net.network import NetworkHost
 from swarmtrain.net.node import Node
 from swarmtrain.run.invite import Invite
@@ -78,6 +78,15 @@ class CoordinatorLink:
                 await self.look()
                 self._doubted_at = loop.time()
         return peer_id == self.peer_id
+
+    async def check_coordinator(self, sender: str, run: str, term: int) -> None:
+        """Refuse what is not from the run's coordinator of now."""
+        if run != self._invite.run_id:
+            raise Refusal(Code.WRONG_RUN, f"this is run {self._invite.run_id}")
+        if not await self.is_coordinator(sender):
+            raise Refusal(Code.NOT_COORDINATOR, f"{sender[-8:]} does not coordinate this run")
+        if term < self.term:
+            raise Refusal(Code.OLD_TERM, f"term {term} is over; the coordinator's term is {self.term}")
 
     def ask_for_news(self) -> None:
         """Somebody speaks of a newer term."""

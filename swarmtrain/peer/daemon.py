@@ -28,6 +28,7 @@ from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.service import peer_routes
 from swarmtrain.peer.announcing import Announcing
 from swarmtrain.peer.building import build_context
+from swarmtrain.peer.compute import Stopped
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.control import control_commands
 from swarmtrain.peer.coordinator_link import CoordinatorLink, directory_rules
@@ -44,6 +45,7 @@ from swarmtrain.route.moves import Mover
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import (
     MESSAGES,
+    Acknowledged,
     Apply,
     Code,
     FetchBasis,
@@ -143,6 +145,7 @@ class PeerDaemon:
         stack.push_async_callback(directory.close)
         self._say_phase("network", ", ".join(host.addresses()[:2]))
         link = CoordinatorLink(options.invite, host, node, directory)
+        self._handlers = self._handlers_between_seats(link)
         manifest = await patience.insist(link.fetch_run, is_over=lambda: link.is_over)
         self._say_phase("manifest", f"{manifest.run.name} {manifest.digest()[:12]}")
         return _Joined(host, node, directory, link, manifest, limiter)
@@ -167,7 +170,7 @@ class PeerDaemon:
             settled = await self._unless_leaving(self._settle(stack, joined))
             if settled is not None:
                 await self._serve(joined, settled)
-            self._handlers, self.settled = {}, None
+            self._handlers, self.settled = self._handlers_between_seats(joined.link), None
 
     async def _settle(self, stack: contextlib.AsyncExitStack, joined: _Joined) -> _Settled:
         """The stage: which one, whether it fits, its tensors, and who answers for it."""
@@ -254,8 +257,21 @@ class PeerDaemon:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise Refusal(Code.NOT_SERVING, "this peer is still joining", 1.0)
-        answer: Message = await handler(message, exchange)
+        try:
+            answer: Message = await handler(message, exchange)
+        except Stopped as stopped:  # it waited for another stage while this peer left its own
+            raise Refusal(Code.NOT_SERVING, "this peer has left its stage") from stopped
         return answer
+
+    def _handlers_between_seats(self, link: CoordinatorLink) -> dict[type[Message], Callable[[Any, Exchange], Any]]:
+        """Who hosts no stage yet, or moves to another one, is still told that the run is complete."""
+
+        async def told_to_leave(message: Leave, exchange: Exchange) -> Acknowledged:
+            await link.check_coordinator(exchange.peer_id, message.run, message.term)
+            self.leave(message.reason)
+            return Acknowledged("")
+
+        return {Leave: told_to_leave}
 
     async def _control(self, stack: contextlib.AsyncExitStack, seat: Seat, observer: PeerObserver) -> None:
         def change(state: PeerState, reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -196,9 +197,21 @@ class Director:
     def _power_loss(self, fault: Fault) -> bool:
         if (life := self._life(fault.target)) is None:
             return False
+        machine = life.machine
+        machine.luck = random.Random(f"{self.schedule.seed}:{fault}") if fault.amount else None
+        if fault.point:  # in the midst of writing something
+
+            def disarm() -> None:
+                machine.syncs_left = None
+
+            machine.syncs_left = fault.nth
+            self._later(fault.length_s, disarm)
+            return True
         self._away(life, fault)
         life.kill(power_loss=True)
         return True
+
+    _coordinator_power_loss = _power_loss
 
     def _point(self, fault: Fault) -> bool:
         if (life := self._life(fault.target)) is None or life.daemon is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from swarmtrain import world
 from swarmtrain.net.address_book import AddressBook
 from swarmtrain.net.errors import PeerUnreachable
 from swarmtrain.net.host_errors import BootstrapError, DialResult, HostDownError
@@ -30,7 +31,7 @@ class SimulatedHost:
     ) -> None:
         self._network, self.machine, self.process = network, machine, process
         self.options = options
-        options.state_dir.mkdir(parents=True, exist_ok=True)
+        world.make_directory(options.state_dir)
         self.identity = Identity.load_or_create(options.state_dir / "identity.key")
         self._book = AddressBook()
         self._ready = asyncio.Event()

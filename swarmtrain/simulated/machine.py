@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import errno
 import random
+import sqlite3
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from swarmtrain.net.host_options import HostOptions
 from swarmtrain.net.network import NetworkHost
 from swarmtrain.observe.control import Command
 from swarmtrain.observe.http import Handler
+from swarmtrain.simulated.disk import Disk
 from swarmtrain.simulated.host import SimulatedHost
 from swarmtrain.simulated.loop import PROCESS, VirtualLoop
 from swarmtrain.simulated.network import Network
@@ -44,9 +46,18 @@ class SimulatedMachine:
     """See the module. A `Machine` for the process that lives on it now."""
 
     def __init__(
-        self, name: str, number: int, network: Network, seed: str, by_address: dict[str, SimulatedMachine]
+        self,
+        name: str,
+        number: int,
+        network: Network,
+        seed: str,
+        by_address: dict[str, SimulatedMachine],
+        state_dir: Path,
     ) -> None:
         self.name, self.network, self._seed = name, network, seed
+        self.disk = Disk(state_dir)
+        self.syncs_left: int | None = None  # so many are done, then the power fails, in the midst of a write
+        self.luck: random.Random | None = None  # whether some of what was not synced survives that
         self.address = f"/ip4/10.{number // 65536 % 256}.{number // 256 % 256}.{number % 256}/tcp/4001"
         self.by_address = by_address
         by_address[self.address] = self
@@ -70,6 +81,7 @@ class SimulatedMachine:
             assert not self.process.is_running, f"{self.name} is still running"
             self.process.kill()  # whatever its main has left running
         self.is_off = False
+        self.disk.settle()
         self.num_processes += 1
         self.process = SimulatedProcess(self, f"{self._seed}:{self.name}:{self.num_processes}", main)
         return self.process
@@ -204,6 +216,7 @@ class SimulatedProcess:
         self.held = None
         if power_loss:
             self.machine.is_off = True
+            self.machine.disk.lose_power(self.machine.luck)
         if self.host is not None:
             self.machine.network.detach(self.host, silently=power_loss)
         for callback in self.at_death:
@@ -264,6 +277,27 @@ class SimulatedProcess:
             raise Killed
         if self.machine.is_disk_full:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    def sync(self, path: Path) -> None:
+        """See `World`."""
+        if not self.is_alive:
+            raise Killed
+        machine = self.machine
+        if machine.syncs_left == 0:
+            machine.syncs_left = None
+            self.kill(power_loss=True)
+            machine.loop.call_soon(machine.disk.settle, context=machine.network.context)  # when this has unwound
+            raise Killed
+        if machine.syncs_left is not None:
+            machine.syncs_left -= 1
+        if path == machine.disk.root or machine.disk.root in path.parents:
+            machine.disk.sync(path)
+
+    def open_database(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+        """See `World`."""
+        if read_only:
+            return sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+        return self.machine.disk.open_database(path)
 
 
 class _Engine:

@@ -124,6 +124,7 @@ KINDS = {
     "coordinator-kill": 2,
     "coordinator-restart": 1,
     "coordinator-point": 3,
+    "coordinator-power-loss": 2,
     "coordinator-stop": 1,
     "coordinator-transport": 1,
     "disk-full": 1,
@@ -166,7 +167,7 @@ def draw(seed: int, *, standard: bool = False) -> Schedule:
         overrides=tuple(overrides),
         num_peers=num_peers,
         faults=tuple(sorted(faults, key=lambda item: (item.step, item.delay_s))),
-        speeds=tuple(rng.choice((1.0, 1.0, 1.0, 0.5, 0.25, 2.0, 0.1)) for _ in peers),
+        speeds=tuple(rng.choice((1.0, 1.0, 0.5, 0.25, 2.0, 0.1)) for _ in peers),
         delay_s=rng.choice((0.001, 0.005, 0.02, 0.08)),
         moves=not standard and num_peers > num_stages + 1 and rng.random() < 0.15,
         is_exact=not remembers and reduce == "none",
@@ -184,7 +185,7 @@ def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int
         is_peer = kind == "point"
         changes |= {"target": target if is_peer else "coordinator", "nth": rng.randint(1, 4)}
         changes["point"] = rng.choice(PEER_POINTS if is_peer else COORDINATOR_POINTS)
-        changes["action"] = rng.choice(("kill", "kill", "kill", "stop", "cut") if is_peer else ("kill", "kill", "cut"))
+        changes["action"] = rng.choice(("kill", "kill", "stop", "cut", "cut") if is_peer else ("kill", "kill", "cut"))
     elif kind == "corrupt":  # found out by a digest; what only a majority of replicas could find out is not promised
         changes |= {"point": "state-chunk", "nth": rng.randint(1, 3), "action": "corrupt"}
     elif kind == "join":
@@ -202,6 +203,9 @@ def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int
         changes |= {"amount": float(rng.getrandbits(len(everybody)))}
     elif kind == "clock":
         changes |= {"target": rng.choice(everybody), "amount": rng.choice((-3600.0, -30.0, -2.0, 2.0, 30.0, 3600.0))}
+    elif kind == "coordinator-power-loss":
+        changes |= {"target": "coordinator", "amount": float(rng.random() < 0.5)}  # some of what was not synced is left
+        changes |= {"point": "sync", "nth": rng.randint(0, 9), "action": "power-loss"} if rng.random() < 0.6 else {}
     elif kind.startswith("coordinator") or kind.startswith("disk"):
         changes["target"] = "coordinator"
     return Fault(**{**vars(fault), **changes})

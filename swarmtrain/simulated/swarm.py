@@ -98,8 +98,9 @@ class Life:
                 yield event
 
     def kill(self, *, power_loss: bool = False) -> None:
-        """SIGKILL, or the machine loses its power."""
+        """SIGKILL, or the machine loses its power, and what was not synced."""
         self.process.kill(power_loss=power_loss)
+        self.machine.disk.settle()
 
     def arm(self, point: str, nth: int, action: str) -> None:
         """Have a fault happen the n-th time from now that this daemon reaches a point (observe/faults.py)."""
@@ -128,6 +129,7 @@ class SimulatedSwarm:
         self.lives: dict[str, Life] = {}
         self._by_address: dict[str, SimulatedMachine] = {}
         self._step, self._is_over = 0, False
+        self._invite = ""
         self._is_closed = False
 
     def __enter__(self) -> SimulatedSwarm:
@@ -260,8 +262,11 @@ class SimulatedSwarm:
         return life
 
     def invite(self) -> Invite:
-        """What the coordinator hands out."""
-        return parse_invite((self.coordinator.state_dir / "invite").read_text().strip())
+        """What the coordinator hands out; volunteers keep it."""
+        path = self.coordinator.state_dir / "invite"
+        if path.exists():
+            self._invite = path.read_text().strip()
+        return parse_invite(self._invite)
 
     def start_peer(self, name: str, stage: int, *, speed: float | None = None, **options: Any) -> Life:
         """Start a peer, or start it again on its state directory."""
@@ -286,9 +291,9 @@ class SimulatedSwarm:
     def _life(self, name: str, stage: int, directory: Path | None = None) -> Life:
         life = self.lives.get(name)
         if life is None:
-            machine = SimulatedMachine(name, len(self.lives) + 1, self.network, self.seed, self._by_address)
             state_dir = directory or self.root / name
             state_dir.mkdir(parents=True, exist_ok=True)
+            machine = SimulatedMachine(name, len(self.lives) + 1, self.network, self.seed, self._by_address, state_dir)
             life = self.lives[name] = Life(self, machine, state_dir, stage)
         return life
 

@@ -17,16 +17,16 @@ from .programs import DEADLINE_S, assert_one_line, call, environment, json_lines
 # Ends in a process that hangs in the middle of writing its second checkpoint, and says so.
 HANG_WHILE_WRITING = """
 import signal, sys
-from swarmtrain import checkpoint
+from swarmtrain import world
 from swarmtrain.cli.main import main
-real, calls = checkpoint.flush, []
-def flush(path):
+real, calls = world.sync, []
+def sync(path):
     calls.append(path)
     if "step-00000020" in str(path) and len(calls) > 8:
         print("writing", flush=True)
         signal.pause()
     real(path)
-checkpoint.flush = flush
+world.sync = sync
 sys.argv = ["swarmtrain", *sys.argv[1:]]
 main()
 """

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from swarmtrain.data import documents, files
+from swarmtrain.data import documents
 from swarmtrain.data import prepare as prepare_module
 from swarmtrain.data.journal import JOURNAL_FILE, exclusive
 from swarmtrain.data.prepare import PrepareOptions, PrepareProgress, prepare
@@ -174,7 +174,7 @@ def test_interrupted_anywhere_it_ends_with_the_same_bytes(
     with patch.object(documents, "PIECE_BYTES", 8), patch.object(prepare_module, "BATCH_BYTES", 20):
         prepare(PrepareOptions(inputs, directory / "whole", shard_tokens=shard_tokens))
         for stop in stops:
-            with patch.object(files.os, "fsync", stop_after(stop)):
+            with patch.object(os, "fsync", stop_after(stop)):
                 try:
                     prepare(PrepareOptions(inputs, directory / "pieces", shard_tokens=shard_tokens))
                 except StopError:
@@ -374,7 +374,7 @@ def test_a_full_disk_at_any_write_is_reported_and_resumable(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor)
 
-    with patch.object(files.os, "fsync", fsync), pytest.raises(StorageError, match="No space left on device") as caught:
+    with patch.object(os, "fsync", fsync), pytest.raises(StorageError, match="No space left on device") as caught:
         prepare(PrepareOptions(inputs, tmp_path / "out", shard_tokens=300))
     assert caught.value.exit_code == 8
     assert not list((tmp_path / "out").glob(".*.tmp"))

@@ -20,7 +20,6 @@ Contents = Callable[[Path], dict[str, bytes]]
 CHILD = """
 import json, os, signal, sys
 from pathlib import Path
-from swarmtrain.data import files
 from swarmtrain.data.prepare import PrepareOptions, prepare
 out, die_at, kwargs, *inputs = sys.argv[1:]
 calls = 0
@@ -38,7 +37,7 @@ def counted(real):
         return result
     return call
 
-files.os.fsync = counted(os.fsync)
+os.fsync = counted(os.fsync)
 Path.replace = counted(Path.replace)
 prepare(PrepareOptions(tuple(map(Path, inputs)), Path(out), **json.loads(kwargs)))
 print(calls)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.peer.compute import ComputeThread, Kind, Withdrawn
+from swarmtrain.peer.compute import ComputeThread, Kind, Stopped, Withdrawn
 
 
 def with_thread(main: Callable[[ComputeThread], Awaitable[None]]) -> None:
@@ -150,7 +150,7 @@ def test_stopping_drops_what_waits_and_takes_nothing_more() -> None:
         await stopping
         results = await asyncio.gather(first, waiting, return_exceptions=True)
         assert isinstance(results[1], asyncio.CancelledError)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(Stopped):
             await compute.run(Kind.FORWARD, 1, lambda: ran.append(1))
 
     with_thread(main)

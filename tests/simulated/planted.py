@@ -5,9 +5,9 @@
     scripts/planted --seeds 2000 --table     # ... and print what FOUND below and the page in docs/ must say
     scripts/planted --known                  # only the seeds that are known to find them
 
-Each is planted for real in a copy of the package, and `scripts/simulate` runs on that copy. Many a guard of this code is
-doubled: where another layer would make up for a defect, both are taken away, and `what` says so. `test_planted.py` holds
-the list against the source: every text that is replaced must be there exactly once.
+Each is planted for real in a copy of the package, and `scripts/simulate` runs on that copy. Many a guard of this code
+is doubled: where another layer would make up for a defect, both are taken away, and `what` says so. `test_planted.py`
+holds the list against the source: every text that is replaced must be there exactly once.
 """
 
 from __future__ import annotations
@@ -96,13 +96,18 @@ DEFECTS = (
         ),
     ),
     Defect(
-        "named-twice",
-        "the roster names everybody who has computed a microbatch, not one of them",
+        "unbalanced-books",
+        "a stage is prepared although nobody has some of the microbatches there",
         (
             Change(
                 "coordinator/books.py",
+                "        return all(self._claims[stage])\n",
+                "        return any(self._claims[stage])\n",
+            ),
+            Change(
+                "coordinator/books.py",
                 "            shares.setdefault(claimants[0], []).append(microbatch)\n",
-                "            for claimant in claimants:\n"
+                "            for claimant in claimants[:1]:\n"
                 "                shares.setdefault(claimant, []).append(microbatch)\n",
             ),
         ),
@@ -113,9 +118,8 @@ DEFECTS = (
         (
             Change(
                 "coordinator/books.py",
-                "            if member in claimants:\n                claimants.remove(member)\n                voided += 1\n",
-                "            if member in claimants and len(claimants) > 1:\n"
                 "                claimants.remove(member)\n                voided += 1\n",
+                "                claimants[:] = [other for other in claimants if other != member] or claimants\n",
             ),
         ),
     ),
@@ -142,7 +146,8 @@ DEFECTS = (
             Change(
                 "peer/context.py",
                 "        if step == self.step + 1 or (step == self.step and self.is_applying):\n",
-                "        if step == self.step + 1:\n            return\n        if step == self.step and self.is_applying:\n",
+                "        if step == self.step + 1:\n            return\n"
+                "        if step == self.step and self.is_applying:\n",
             ),
         ),
     ),
@@ -164,8 +169,7 @@ DEFECTS = (
             Change(
                 "reduce/shares.py",
                 "        summed = added(shares) if total is None else total\n",
-                "        numbers = [s.numbers.numbers() if isinstance(s.numbers, Packed) else s.numbers for s in shares]\n"
-                "        summed = sum(share.astype(np.float32) for share in numbers) if numbers else total\n",
+                "        summed = sum(added([share]).astype(np.float32) for share in shares)\n",
             ),
         ),
     ),
@@ -277,8 +281,8 @@ DEFECTS = (
         (
             Change(
                 "peer/jobs.py",
-                "        self.worker.state.load_buffers(source.buffers, step=source.step, basis_epoch=source.basis_epoch)\n",
-                "        self.worker.state.load_buffers(source.buffers, step=source.step, basis_epoch=source.basis_epoch)\n"
+                "(source.buffers, step=source.step, basis_epoch=source.basis_epoch)\n",
+                "(source.buffers, step=source.step, basis_epoch=source.basis_epoch)\n"
                 "        self.worker.state.buffers[-1].zero_()\n",
             ),
         ),

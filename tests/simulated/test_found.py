@@ -91,3 +91,41 @@ def test_a_peer_that_was_lost_a_moment_ago_hears_that_the_run_is_complete(
     coordinator.process.spawn(lose(), "lose a peer")
     assert_reference(swarm, references)  # which waits until all daemons have ended
     assert said(swarm, "peer_lost", peer=peer.peer_id, reason="no sign of life")
+
+
+def test_a_peer_between_two_stages_hears_that_the_run_is_complete(simulated: Make, references: References) -> None:
+    """Seed 100861. Its permission to move came with the last step: it had left one stage, and was no member yet of the
+    other one when everybody was told."""
+    swarm = simulated(tiny("checkpoint.every=5"))
+    swarm.start(num_peers=15)
+    coordinator, peer = swarm.coordinator, swarm.peers[LATE]
+    wait_said(swarm, coordinator, "checkpoint_written", step=5)
+    assert not swarm.is_over
+    target = (peer.stage + 1) % 3
+    coordinator.daemon.moves._moving[peer.peer_id] = (target, swarm.now + 120.0)
+    peer.process.call_soon(lambda: peer.daemon._move(target))
+    assert_reference(swarm, references)  # which waits until all daemons have ended
+    assert peer.has("phase_reached", phase="draining", detail=f"moves to stage {target}")
+    assert peer.has("phase_reached", phase="gone", detail="the run is complete")
+
+
+def test_work_that_waits_for_another_stage_when_its_peer_moves_is_refused(
+    simulated: Make, references: References
+) -> None:
+    """Seed 200034. The answer from below comes when the compute thread of the former seat has stopped."""
+    swarm = simulated(tiny("stages.count=2", "model.num_layers=2", "wire.forward=ef-topk25", "wire.backward=topk25"))
+    swarm.start_coordinator(min_peers=4)
+    mover = swarm.start_peer("mover", 0, drain_s=0.5)
+    swarm.start_peer("other", 0)
+    last = [swarm.start_peer(name, 1) for name in ("last0", "last1")]
+    wait_step(swarm, 2)
+    swarm.until(lambda: any(entry.task for entry in mover.daemon.settled.ledger), "the mover has work in hand")
+    former = mover.daemon.settled
+    for peer in last:
+        peer.process.stop()
+    mover.process.call_soon(lambda: mover.daemon._move(0))
+    swarm.until(lambda: mover.daemon.settled not in (None, former), "it has another seat")
+    for peer in last:
+        peer.process.resume()
+    assert_as_good_as_reference(swarm, references)
+    assert mover.has("phase_reached", phase="moving")
