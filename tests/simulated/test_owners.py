@@ -60,10 +60,10 @@ def test_a_journal_of_another_manifest_is_refused(simulated: Make, references: R
 
 def test_a_coordinator_without_its_journal_ends(simulated: Make, references: References) -> None:
     """Put back, it goes on."""
-    swarm = simulated(tiny("schedule.steps=8"))
+    swarm = simulated(tiny())
     swarm.start(num_peers=3)
     for peer in swarm.peers:
-        peer.machine.speed = 0.01
+        peer.machine.speed = 0.05
     wait_step(swarm, 1)
     coordinator = swarm.coordinator
     journal = coordinator.state_dir / "journal.sqlite"
@@ -73,6 +73,8 @@ def test_a_coordinator_without_its_journal_ends(simulated: Make, references: Ref
     assert any(isinstance(error, JournalGone) for error in coordinator.errors)
     coordinator.errors.clear()
     aside.rename(journal)
+    for peer in swarm.peers:
+        peer.machine.speed = 1.0
     swarm.start_coordinator(wait=False)
     assert_reference(swarm, references)
 
