@@ -19,7 +19,7 @@ def test_what_is_listed_is_there() -> None:
 
 def test_every_reason_is_explained_and_every_test_that_is_named_is_there() -> None:
     known = listed()
-    assert set(known.entries.values()) == set(known.reasons)
+    assert set(known.entries.values()) <= set(known.reasons)
     assert [place for place, test in known.instead.items() if test and not (ROOT / test).is_file()] == []
 
 
