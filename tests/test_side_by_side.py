@@ -1,4 +1,4 @@
-"""Two processes run the suite: files beside each other, in one piece each, and some of them alone."""
+"""Several processes run the suite: files beside each other in one piece, simulated swarms in pieces after them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 COMMON = """
-import pathlib, pytest, threading, time
+import os, pathlib, pytest, threading, time
 
 HERE = pathlib.Path(__file__)
 
@@ -18,46 +18,42 @@ def within(seconds, condition):
         threading.Event().wait(0.01)
     return condition()
 """
-# Its tests end only if those of another such file run beside them.
+# Its tests end only if those of another such file run beside them, and run in one process.
 TOGETHER = """
+PROCESS = []
+
 @pytest.mark.swarm
 @pytest.mark.parametrize("number", [0, 1])
 def test_together(number):
+    PROCESS.append(number)
+    assert PROCESS == list(range(number + 1))
     HERE.with_suffix(f".{number}").touch()
-    assert within(30, lambda: len(list(HERE.parent.glob(f"*.{number}"))) == 2)
+    assert within(60, lambda: len(list(HERE.parent.glob(f"*.{number}"))) == 2)
 """
-# Whichever of these comes first waits for the other one, which must not come.
-ALONE = """
-@pytest.fixture(scope="module", autouse=True)
-def place():
-    others = set(HERE.parent.glob("*.ended"))
-    HERE.with_suffix(".begun").touch()
-    yield others
-    HERE.with_suffix(".ended").touch()
-
-@pytest.mark.alone
-def test_alone(place):
-    assert len(list(HERE.parent.glob("*.1"))) == 2  # all else is over
-    assert place or not within(1, lambda: len(list(HERE.parent.glob("*.begun"))) == 2)
-
-def test_of_the_same_file():
-    test_alone(set(HERE.parent.glob("*.ended")))
+# Its tests end only if they run beside each other, when all else is over or the last of it is under way.
+APART = """
+@pytest.mark.parametrize("number", [0, 1])
+def test_apart(number):
+    assert len(list(HERE.parent.parent.glob("*.0"))) == 2
+    (HERE.parent / f"{number}.begun").touch()
+    assert within(60, lambda: len(list(HERE.parent.glob("*.begun"))) == 2)
 """
 
 
-def suite(place: Path, *files: str) -> subprocess.CompletedProcess[str]:
+def suite(place: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run these test files as scripts/test does."""
-    for number, text in enumerate(files):
-        (place / f"test_{number}.py").write_text(COMMON + text)
+    for name, text in files.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(COMMON + text)
     (place / "conftest.py").write_text('pytest_plugins = ("side_by_side",)')
-    markers = "".join(f"  {name}: x\n" for name in ("swarm", "alone"))
-    (place / "pytest.ini").write_text(f'[pytest]\npythonpath = "{TESTS}"\nmarkers =\n{markers}')
+    (place / "pytest.ini").write_text(f'[pytest]\npythonpath = "{TESTS}"\nmarkers =\n  swarm: x\n')
     flags = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-q", *flags, str(place)]
-    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_files_run_beside_each_other_and_some_alone_in_the_end(tmp_path: Path) -> None:
-    found = suite(tmp_path, ALONE, TOGETHER, ALONE, TOGETHER)
+def test_files_run_beside_each_other_and_simulated_tests_wherever_there_is_room(tmp_path: Path) -> None:
+    files = {"simulated/test_a.py": APART, "test_b.py": TOGETHER, "test_c.py": TOGETHER}
+    found = suite(tmp_path, files)
     assert found.returncode == 0, found.stdout
-    assert "8 passed" in found.stdout.splitlines()[-1]
+    assert "6 passed" in found.stdout.splitlines()[-1]

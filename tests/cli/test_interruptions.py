@@ -12,7 +12,7 @@ from runs import SMALL, small, train
 
 from swarmtrain.checkpoint import Checkpoint, complete, open_checkpoint
 
-from .programs import DEADLINE_S, assert_one_line, call, environment, json_lines, run, started, until_step
+from .programs import DEADLINE_S, assert_one_line, call, environment, json_lines, started, until_step
 
 # Ends in a process that hangs in the middle of writing its second checkpoint, and says so.
 HANG_WHILE_WRITING = """
@@ -63,14 +63,14 @@ def weights(checkpoint: Checkpoint) -> list[str]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
     """What a run that nobody disturbs ends with, by checkpoint interval."""
     out = tmp_path_factory.mktemp("undisturbed")
-    assert run(*arguments(out / "process", 10)).code == 0
+    assert call(*arguments(out / "called", 10)).code == 0
     here = train(small("checkpoint.every=7", "schedule.steps=36"), out / "here")
-    found = {7: weights(here), 10: weights(open_checkpoint(out / "process"))}
-    assert found[7] == found[10]  # neither the process nor writing more checkpoints changes anything
+    found = {7: weights(here), 10: weights(open_checkpoint(out / "called"))}
+    assert found[7] == found[10]  # neither the command line nor writing more checkpoints changes anything
     return found
 
 
-@pytest.mark.parametrize("every", [7, 10])
+@pytest.mark.parametrize("every", [7, pytest.param(10, marks=pytest.mark.long)])
 def test_killed_at_step_30_and_resumed_it_ends_in_the_same_bits(
     tmp_path: Path, undisturbed: dict[int, list[str]], every: int
 ) -> None:
@@ -112,7 +112,7 @@ def default_sigint() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("with_json", [True, False])
+@pytest.mark.parametrize("with_json", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_control_c_ends_it_at_once_and_keeps_the_last_checkpoint(tmp_path: Path, with_json: bool) -> None:
     out = tmp_path / "run"
     command = [item for item in arguments(out, 5, steps=10**6) if with_json or item != "--json"]

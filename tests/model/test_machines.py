@@ -28,7 +28,7 @@ def child_fingerprints(threads: int, **environment: str) -> list[str]:
         env={**os.environ, "PYTHONPATH": str(TESTS.parent), **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=True,
     )
     return answer.stdout.split()

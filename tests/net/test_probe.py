@@ -36,10 +36,10 @@ def test_only_those_that_listen_are_kept_and_the_others_have_a_reason() -> None:
         server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         closed = closed_port()
-        good, reason = await answering([address(closed), address(port)], connect_once, timeout_s=5)
+        good, reason = await answering([address(closed), address(port)], connect_once, timeout_s=60)
         assert good == (address(port),)
         assert reason == "connection refused"
-        assert await answering([address(port)], connect_once, timeout_s=5) == ((address(port),), "")
+        assert await answering([address(port)], connect_once, timeout_s=60) == ((address(port),), "")
         server.close()
 
     asyncio.run(main())
@@ -50,7 +50,7 @@ def test_an_address_that_swallows_everything_costs_no_more_than_the_time_given()
         await asyncio.Event().wait()
 
     async def main() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             good, reason = await answering([address(1), address(2)], silent, timeout_s=0.05)
         assert good == ()
         assert reason == "i/o timeout"
@@ -63,7 +63,7 @@ def test_one_that_is_silent_does_not_hold_up_one_that_answers() -> None:
         await asyncio.sleep(0 if port == 1 else 3600)
 
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             good, _ = await answering([address(2), address(1)], one_is_silent, timeout_s=3600)
         assert good == (address(1),)
 
@@ -72,7 +72,7 @@ def test_one_that_is_silent_does_not_hold_up_one_that_answers() -> None:
 
 def test_a_name_that_does_not_exist_is_no_crash() -> None:
     async def main() -> None:
-        good, reason = await answering([Address.parse("/dns4/nowhere.invalid/tcp/1")], connect_once, timeout_s=5)
+        good, reason = await answering([Address.parse("/dns4/nowhere.invalid/tcp/1")], connect_once, timeout_s=60)
         assert good == ()
         assert reason
 
@@ -94,7 +94,7 @@ def test_a_peer_that_came_back_is_reached_although_it_was_called_all_the_time(tm
                     await asyncio.sleep(0.01)
                 for _ in range(5):
                     with pytest.raises(PeerUnreachable, match="refused"):
-                        await second.open(first.peer_id, timeout_s=2)
+                        await second.open(first.peer_id, timeout_s=60)
                 first = await Host.start(HostOptions(tmp_path / "first", listen=LOOPBACK))  # same identity, same port
                 await exchange(second, first)  # the first try works
         finally:
@@ -106,7 +106,7 @@ def test_a_peer_that_came_back_is_reached_although_it_was_called_all_the_time(tm
 
 async def exchange(dialer: Host, listener: Host) -> None:
     echo_server(listener)
-    collector = Collector(await dialer.open(listener.peer_id, timeout_s=5))
+    collector = Collector(await dialer.open(listener.peer_id, timeout_s=60))
     await collector.send(b"hello")
-    await asyncio.wait_for(collector.receive(5), 5)
+    await asyncio.wait_for(collector.receive(5), 60)
     collector.stream.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from needs import needs
-from swarm.harness import REPOSITORY, until
+from swarm.harness import PATIENCE, REPOSITORY, until
 
 from .web import get, get_json
 
@@ -25,7 +25,12 @@ with_prometheus = needs(
 
 def promtool(*arguments: object, text: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["promtool", *map(str, arguments)], input=text, capture_output=True, text=True, check=False, timeout=60
+        ["promtool", *map(str, arguments)],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60 * PATIENCE,
     )
 
 
@@ -99,5 +104,5 @@ class Prometheus:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(20 * PATIENCE)
         self._log.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from swarm.conftest import short_directory
 from swarm.faults import hold, release, start_armed
-from swarm.harness import Swarm, tiny, until
+from swarm.harness import PACE, Swarm, tiny, until
 
 from swarmtrain.errors import ExitCode
 
@@ -29,7 +29,7 @@ PRODUCED = {"PeerDiverged", "ThroughputHalved", "StageEmpty", "NoAppliedStep", "
 def swarm(shared_place: Path) -> Iterator[Swarm]:
     """Two peers of the first stage, one of the last."""
     manifest = tiny("schedule.steps=1000000", "stages.count=2")
-    swarm = Swarm(manifest, shared_place, num_peers=3, min_peers=3)
+    swarm = Swarm(manifest, shared_place, num_peers=3, min_peers=3, pace=PACE)
     try:
         swarm.start_coordinator()
         for stage in (0, 0, 1):

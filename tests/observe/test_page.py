@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from needs import needs
-from swarm.harness import PATIENCE, Swarm, tiny
+from swarm.harness import PACE, PATIENCE, Swarm, tiny
 
 from . import axe
 from .browser import PROGRAM, WHY_NOT, Browser
 
-pytestmark = [pytest.mark.swarm, pytest.mark.alone, needs(PROGRAM is not None, WHY_NOT)]
+pytestmark = [pytest.mark.swarm, needs(PROGRAM is not None, WHY_NOT)]
 
 PICTURES = os.environ.get("SWARMTRAIN_TEST_PICTURES")  # a directory: the page's pictures for docs/ are written there
 
@@ -27,7 +26,7 @@ FAULTS = (Path(__file__).parent / "accessibility.js").read_text()
 @pytest.fixture(scope="module")
 def swarm(shared_place: Path) -> Iterator[Swarm]:
     manifest = tiny("schedule.steps=1000000", "stages.count=3", "validation.every=5", "checkpoint.every=10")
-    with Swarm(manifest, shared_place, num_peers=4) as swarm:
+    with Swarm(manifest, shared_place, num_peers=4, pace=PACE) as swarm:
         swarm.wait_step(12)
         yield swarm
 
@@ -93,8 +92,9 @@ def test_it_is_accessible_in_every_size_and_colour(
     browser: Browser, width: int, height: int, phone: bool, dark: bool
 ) -> None:
     browser.look(width, height, dark=dark, phone=phone)
-    browser.wait(f"innerWidth === {width}", timeout_s=10)
-    time.sleep(0.5)  # a snapshot later everything is drawn in this size
+    browser.wait(f"innerWidth === {width}", timeout_s=10 * PATIENCE)
+    before = int(text(browser, "step").split("/")[0])  # with the next step everything is drawn in this size
+    browser.wait(f"parseInt(document.getElementById('step').textContent) > {before}", timeout_s=30 * PATIENCE)
     assert browser.evaluate(FAULTS) == []
     picture(browser, f"page-{'phone' if phone else 'desktop'}-{'dark' if dark else 'light'}.png")
 
@@ -124,7 +124,7 @@ def test_the_check_of_accessibility_sees_planted_faults(browser: Browser, fault:
 @pytest.mark.parametrize("dark", [False, True])
 def test_axe_finds_no_fault(browser: Browser, width: int, height: int, phone: bool, dark: bool) -> None:
     browser.look(width, height, dark=dark, phone=phone)
-    browser.wait(f"innerWidth === {width}", timeout_s=10)
+    browser.wait(f"innerWidth === {width}", timeout_s=10 * PATIENCE)
     assert axe.faults(browser) == []
 
 

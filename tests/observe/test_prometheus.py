@@ -1,4 +1,4 @@
-"""A real Prometheus that watches a real `swarmtrain local`: every query and alert parses, every panel finds data."""
+"""A real Prometheus that watches a real swarm: every query and alert parses, every panel finds data."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import functools
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from swarm.harness import PATIENCE, REPOSITORY, clean_environment, swarmtrain, tiny, until
+from swarm.harness import PACE, Swarm, swarmtrain, tiny, until
 
 from .dashboards import panels, variables
 from .prometheus import DOCKER, RULES, Prometheus, promtool, with_prometheus
@@ -69,51 +66,26 @@ def test_a_broken_alert_fails_its_unit_test(tmp_path: Path, correct: str, wrong:
     assert promtool("test", "rules", tmp_path / "rules_test.yml").returncode == 1
 
 
-@dataclass(frozen=True)
-class Local:
-    """A running `swarmtrain local`."""
-
-    page: str
-    environment: dict[str, str]  # in which verbs find it
+@pytest.fixture(scope="module")
+def swarm(shared_place: Path) -> Iterator[Swarm]:
+    """Two stages, three peers; past its first checkpoint and validation."""
+    manifest = tiny("schedule.steps=1000000", "stages.count=2", "checkpoint.every=10", "validation.every=5")
+    with closing(Swarm(manifest, shared_place, num_peers=3, pace=PACE)) as swarm:
+        swarm.start_coordinator()
+        for stage in (0, 1, 0):
+            swarm.start_peer(stage, "--metrics", "127.0.0.1:0")
+        swarm.wait_step(12)
+        yield swarm
 
 
 @pytest.fixture(scope="module")
-def local(shared_place: Path) -> Iterator[Local]:
-    """Two stages, three peers; past its first checkpoint and validation. Ends as a person ends it."""
-    manifest = shared_place / "run.toml"
-    manifest.write_text(
-        tiny(
-            "schedule.steps=1000000", "stages.count=2", "checkpoint.every=10", "validation.every=5",
-            "batch.sequences_per_microbatch=8",
-        ).canonical()
-    )  # fmt: skip
-    environment = clean_environment({"XDG_STATE_HOME": str(shared_place / "home")})
-    arguments = ["local", str(manifest), "--peers", "3", "--state-dir", str(shared_place / "local"), "--json"]
-    with (shared_place / "local.jsonl").open("w") as said, (shared_place / "local.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "swarmtrain", *arguments],
-            stdin=subprocess.DEVNULL, stdout=said, stderr=log, env=environment, cwd=REPOSITORY,
-        )  # fmt: skip
-
-    def is_training() -> bool:
-        assert process.poll() is None, (shared_place / "local.log").read_text()
-        return '{"step": 12,' in (shared_place / "local.jsonl").read_text()
-
-    try:
-        until(is_training, "twelve steps are applied", timeout_s=180)
-        page = (shared_place / "local" / "coordinator" / "page").read_text().strip()
-        yield Local(page, environment)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60 * PATIENCE) == 0
-    finally:
-        if process.poll() is None:
-            process.kill()  # its daemons die with it
-            process.wait()
+def page(swarm: Swarm) -> str:
+    return (swarm.coordinator_dir / "page").read_text().strip()
 
 
 @pytest.fixture(scope="module")
-def prometheus(local: Local, shared_place: Path) -> Iterator[Prometheus]:
-    server = Prometheus(shared_place, local.page)
+def prometheus(page: str, shared_place: Path) -> Iterator[Prometheus]:
+    server = Prometheus(shared_place, page)
     yield server
     server.close()
 
@@ -158,10 +130,10 @@ def test_the_parts_of_time_add_up_in_prometheus_too(prometheus: Prometheus) -> N
 
 @pytest.mark.swarm
 @with_prometheus
-def test_the_metrics_of_real_daemons_are_well_formed_and_exactly_those_of_the_page(local: Local) -> None:
+def test_the_metrics_of_real_daemons_are_well_formed_and_exactly_those_of_the_page(page: str) -> None:
     found: set[str] = set()
-    targets = [f"http://{item['targets'][0]}/" for item in get_json(local.page + "api/targets")]
-    for url in (local.page, *targets):
+    targets = [f"http://{item['targets'][0]}/" for item in get_json(page + "api/targets")]
+    for url in (page, *targets):
         text = get(url + "metrics")[1]
         done = promtool("check", "metrics", text=text)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -171,8 +143,8 @@ def test_the_metrics_of_real_daemons_are_well_formed_and_exactly_those_of_the_pa
 
 
 @pytest.mark.swarm
-def test_the_doctor_finds_nothing_to_mend_beside_a_running_swarm(local: Local) -> None:
-    done = swarmtrain("doctor", "--json", environment=local.environment)
+def test_the_doctor_finds_nothing_to_mend_beside_a_running_swarm(swarm: Swarm) -> None:
+    done = swarmtrain("doctor", "--json", environment=swarm.environment)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert (done.returncode, found.pop()) == (0, {"done": True, "bad": 0}), done.stdout
     names = ["device", "memory", "disk", "p2pd", "ports", "bootstrap", "clock", "run"]
@@ -180,8 +152,8 @@ def test_the_doctor_finds_nothing_to_mend_beside_a_running_swarm(local: Local) -
 
 
 @pytest.mark.swarm
-def test_top_finds_the_swarm_of_this_machine_and_shows_all_of_it(local: Local) -> None:
-    done = swarmtrain("top", "--once", environment=local.environment)
+def test_top_finds_the_swarm_of_this_machine_and_shows_all_of_it(swarm: Swarm) -> None:
+    done = swarmtrain("top", "--once", environment=swarm.environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert any(line.startswith("training since") for line in lines), done.stdout

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm.harness import Daemon, Swarm, ask_daemon, swarmtrain, tiny, until
+from swarm.harness import PACE, Daemon, Swarm, ask_daemon, swarmtrain, tiny, until
 
 from swarmtrain.cli.status_text import status_text
 from swarmtrain.observe.activity import Cause
@@ -31,7 +31,7 @@ METRICS = ("--metrics", "127.0.0.1:0")
 def swarm(shared_place: Path) -> Iterator[Swarm]:
     """The coordinator, and a peer of the last stage only. No checkpoint: what dies with a stage's last peer is gone."""
     manifest = tiny("schedule.steps=1000000", "stages.count=2")
-    swarm = Swarm(manifest, shared_place, num_peers=1, min_peers=1)
+    swarm = Swarm(manifest, shared_place, num_peers=1, min_peers=1, pace=PACE)
     try:
         swarm.start_coordinator()
         swarm.start_peer(1, *METRICS, name="last")

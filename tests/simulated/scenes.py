@@ -6,8 +6,10 @@ another order of messages after a change of the daemons must not break it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import pytest
 
 from swarmtrain.observe.events import Event
 from swarmtrain.run.manifest import Manifest
@@ -17,6 +19,16 @@ from swarmtrain.simulated.schedule import TINY
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 
 NUM_STAGES = 3
+
+
+def every_other(cases: Iterable[Any]) -> list[Any]:
+    """Cases that show the same: every other one in the ordinary suite, all with --long."""
+    return [case if index % 2 == 0 else repetition(case) for index, case in enumerate(cases)]
+
+
+def repetition(case: Any) -> Any:
+    """A case that shows what another one shows: only with --long."""
+    return pytest.param(*case if isinstance(case, tuple) else (case,), marks=pytest.mark.long)
 
 
 def tiny(*overrides: str) -> Manifest:

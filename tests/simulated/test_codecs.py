@@ -26,6 +26,7 @@ from .scenes import (
     NUM_STAGES,
     assert_as_good_as_reference,
     assert_reference,
+    every_other,
     said,
     start_armed,
     tiny,
@@ -114,7 +115,7 @@ def newest(swarm: SimulatedSwarm) -> Checkpoint:
     return found
 
 
-@pytest.mark.parametrize(("forward", "backward", "kind"), FORGETFUL)
+@pytest.mark.parametrize(("forward", "backward", "kind"), every_other(FORGETFUL))
 def test_what_remembers_nothing_ends_in_the_references_bits(
     simulated: Make, references: References, forward: str, backward: str, kind: str
 ) -> None:
@@ -124,7 +125,7 @@ def test_what_remembers_nothing_ends_in_the_references_bits(
     assert not said(swarm, "run_rolled_back")
 
 
-@pytest.mark.parametrize(("forward", "backward", "kind"), REMEMBERING)
+@pytest.mark.parametrize(("forward", "backward", "kind"), every_other(REMEMBERING))
 def test_what_remembers_goes_on_without_the_dead_peers_memory(
     simulated: Make, references: References, forward: str, backward: str, kind: str
 ) -> None:

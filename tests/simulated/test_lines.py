@@ -12,6 +12,7 @@ from .scenes import (
     NUM_STAGES,
     assert_as_good_as_reference,
     assert_reference,
+    repetition,
     said,
     tiny,
     wait_said,
@@ -58,7 +59,7 @@ def both_ways(swarm: SimulatedSwarm, one: list[str], other: list[str], blocked: 
             swarm.network.block(b, a, blocked)
 
 
-@pytest.mark.parametrize("length_s", [2.0, 40.0])
+@pytest.mark.parametrize("length_s", [repetition(2.0), 40.0])
 @pytest.mark.parametrize("left", [["peer0"], ["peer1", "peer4"], ["peer0", "peer1", "peer2"], ["coordinator"]])
 def test_a_partition_that_heals(simulated: Make, references: References, left: list[str], length_s: float) -> None:
     """One peer, a whole stage, a chain without a coordinator, a coordinator without a chain."""

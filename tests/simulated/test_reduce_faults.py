@@ -153,18 +153,18 @@ def test_a_reduction_over_slow_lines_takes_minutes_and_keeps_both_replicas(make_
     assert not swarm.happened("prepare_failed")
 
 
-@pytest.mark.parametrize("seed", ["1", "2", "3"])
+@pytest.mark.parametrize("seed", ["1", *(pytest.param(seed, marks=pytest.mark.long) for seed in ("2", "3"))])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_peer_whose_device_hangs_costs_one_deadline_and_comes_back_when_it_answers(
     make_swarm: MakeSwarm, index: int, seed: str
 ) -> None:
-    swarm = make_swarm(*run(2, 160), seed=seed)
+    swarm = make_swarm(*run(2, 40), seed=seed)
     swarm.start(num_peers=4)
     swarm.until(lambda: swarm.step >= 3, "three steps")
     hung, began = swarm.peers[index], swarm.now
     hung.machine.hangs = True
-    swarm.until(lambda: swarm.step >= 40, "steps without it")
-    assert swarm.now - began < 37 * 0.5 + 2 * 30.0
+    swarm.until(lambda: swarm.step >= 20, "steps without it")
+    assert swarm.now - began < 17 * 0.5 + 2 * 30.0
     assert {name for name, _ in lost(swarm)} == {hung.name}
     assert len(lost(swarm)) <= 2
     hung.machine.release_device()

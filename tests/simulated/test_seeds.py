@@ -1,4 +1,7 @@
-"""Schedules from seeds: a hundred fixed ones and some fresh ones, all judged; and that a seed is all that matters."""
+"""Schedules from seeds: fixed ones and some fresh ones, all judged; and that a seed is all that matters.
+
+Twenty in the ordinary suite, eighty more with --long; scripts/simulate takes any number.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,15 @@ from swarmtrain.simulated.command import run_schedule
 from swarmtrain.simulated.schedule import KINDS, draw
 
 FIXED = range(100)
-NUM_FRESH = 5
+NUM_ORDINARY = 20
+NUM_FRESH = 3
 
 
-@pytest.mark.parametrize("first", range(FIXED.start, FIXED.stop, 10))
-def test_ten_fixed_schedules_end_as_they_must(first: int) -> None:
-    results = [run_schedule(draw(seed)) for seed in range(first, first + 10)]
+@pytest.mark.parametrize(
+    "first", [pytest.param(n, marks=() if n < NUM_ORDINARY else pytest.mark.long) for n in FIXED[::5]]
+)
+def test_five_fixed_schedules_end_as_they_must(first: int) -> None:
+    results = [run_schedule(draw(seed)) for seed in range(first, first + 5)]
     failed = {result.seed: result.failures for result in results if result.failures}
     assert not failed, f"scripts/simulate --seed {next(iter(failed))} --trace\n{failed}"
     assert sum(result.num_faults for result in results) > 0
@@ -42,17 +48,17 @@ def test_a_seed_gives_the_same_trace_in_another_process_with_another_hash_seed()
     traces = set()
     for hash_seed in ("1", "2"):
         found = subprocess.run(
-            [sys.executable, "-m", "swarmtrain.simulated.command", "--seed", "14", "--seeds", "3", "--json"],
+            [sys.executable, "-m", "swarmtrain.simulated.command", "--seed", "14", "--seeds", "1", "--json"],
             env={**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"},
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
             text=True,
             check=True,
         )
-        results = sorted((json.loads(line) for line in found.stdout.splitlines()), key=lambda item: item["seed"])
-        assert [item["seed"] for item in results] == [14, 15, 16]
-        assert sum(item["num_faults"] for item in results) > 0
-        traces.add(tuple(item["trace_hash"] for item in results))
+        (result,) = (json.loads(line) for line in found.stdout.splitlines())
+        assert result["seed"] == 14
+        assert result["num_faults"] > 0
+        traces.add(result["trace_hash"])
     assert len(traces) == 1
 
 

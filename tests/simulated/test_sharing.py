@@ -8,7 +8,7 @@ from swarmtrain.simulated.judge import References
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 
 from .conftest import Make
-from .scenes import arm, assert_reference, said, tiny, wait_said, wait_seen, wait_struck
+from .scenes import arm, assert_reference, repetition, said, tiny, wait_said, wait_seen, wait_struck
 
 # Passes that take as long on both stages: the last one does both in one job.
 PACES = ((0.1, 0.1), (0.2, 0.0))
@@ -41,7 +41,7 @@ def test_work_that_waits_goes_to_a_peer_that_has_none(simulated: Make, reference
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("point", ["in-gift", "given-work"])
-@pytest.mark.parametrize("action", ["kill", "stop", "cut"])
+@pytest.mark.parametrize("action", ["kill", "stop", repetition("cut")])
 def test_who_gives_and_who_takes_may_die_of_it(
     simulated: Make, references: References, point: str, action: str, stage: int
 ) -> None:

@@ -41,6 +41,7 @@ from .nursery import Forked, Nursery
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 WAIT_S = 90.0
+PACE = "0.03:0.03"  # a step takes a few tenths of a second, most of which is sleep
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 Event = dict[str, Any]
@@ -197,13 +198,19 @@ class Swarm:
         min_peers: int | None = None,
         environment: Mapping[str, str] | None = None,
         listen: str = LOOPBACK,
+        pace: str = "",
     ) -> None:
-        """`num_peers` are spread over the stages in turn; the first step waits for `min_peers` (default: all)."""
+        """`num_peers` are spread over the stages in turn; the first step waits for `min_peers` (default: all).
+
+        `pace`, as PACE: what a forward and a backward take at least. For swarms that train while something else is
+        looked at: they leave the processor to others.
+        """
         self.manifest, self.directory = manifest, directory
         self.num_peers = num_peers or manifest.stages.count
         self.min_peers = self.num_peers if min_peers is None else min_peers
         self.environment = {"XDG_STATE_HOME": str(directory / "home"), **(environment or {})}
         self.listen = listen
+        self.pace = pace
         self.coordinator_name = "coordinator"  # of its state directory and log; another one is another machine's
         self.daemons: list[Daemon] = []  # everything ever started, in order
         self._changed = threading.Condition()
@@ -273,6 +280,9 @@ class Swarm:
         state_dir = self.directory / name
         arguments = ["join", self.invite(), "--stage", str(stage), "--state-dir", str(state_dir), "--name", name]
         arguments += ["--listen", listen or self.listen, "--threads", "1", "--drain-timeout", "20", *extra]
+        if self.pace:
+            arguments += ["--enable-test-faults"]
+            environment = {"SWARMTRAIN_PACE": self.pace, **(environment or {})}
         return self.start_daemon(name, stage, state_dir, arguments, environment, namespace)
 
     def invite(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from swarmtrain.wire.messages import (
 )
 from swarmtrain.wire.schema import Message
 
-from .harness import Daemon, Swarm, tiny, until
+from .harness import PACE, Daemon, Swarm, tiny, until
 from .intruder import HELLO, Intruder, break_in, request
 
 pytestmark = pytest.mark.swarm
@@ -44,17 +43,12 @@ MANIFEST = tiny("model.vocab_size=300", "schedule.steps=100000", "checkpoint.eve
 MIB = 1 << 20
 ALLOWED_GROWTH = 64 * MIB  # a daemon's own ups and downs; the attacks claim terabytes
 SHAPE = (2, 32, 8)  # sequences, tokens, k
-PACE = "0.04:0.04"  # seconds for a microbatch, each way: the reference must train as many steps in the end
 
 
 @pytest.fixture(scope="module")
 def swarm(shared_place: Path) -> Iterator[Swarm]:
     """A swarm that trains while it is being attacked, and leaves the attacks some of the processor."""
-    with closing(Swarm(MANIFEST, shared_place, num_peers=5)) as made:
-        made.start_coordinator()
-        for index in range(made.num_peers):
-            paced = {"SWARMTRAIN_PACE": PACE}
-            made.start_peer(index % MANIFEST.stages.count, "--enable-test-faults", environment=paced)
+    with Swarm(MANIFEST, shared_place, num_peers=5, pace=PACE) as made:
         made.wait_step(2)
         yield made
 

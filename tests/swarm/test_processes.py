@@ -14,11 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swarmtrain.checkpoint import open_checkpoint
-
-from .comparison import References, assert_same_weights, end_and_compare
+from .comparison import References, end_and_compare
 from .faults import hold, release
-from .harness import PATIENCE, REPOSITORY, WAIT_S, Daemon, Swarm, clean_environment, swarmtrain, tiny, until
+from .harness import PATIENCE, REPOSITORY, Daemon, Swarm, clean_environment, swarmtrain, tiny, until
 
 pytestmark = pytest.mark.swarm
 
@@ -190,22 +188,3 @@ def test_ctrl_c_drains_local_and_leaves_nothing(place: Path) -> None:
         assert len(gone) == 3
         _, alive = psutil.wait_procs(family, timeout=GONE_S * PATIENCE)
         assert not alive
-
-
-def test_local_and_train_print_the_same_steps_and_end_in_the_same_bits(place: Path) -> None:
-    with local(place, "schedule.steps=5") as process:
-        text, _ = process.communicate(timeout=WAIT_S * PATIENCE)
-        assert process.returncode == 0
-    ours = [json.loads(line) for line in text.splitlines()]
-    trained = swarmtrain("train", str(place / "tiny.toml"), "--threads", "1", "--json", "--out", str(place / "train"))
-    theirs = [json.loads(line) for line in trained.stdout.splitlines()]
-    steps = [[item for item in lines if "loss" in item] for lines in (ours, theirs)]
-    assert len(steps[0]) == len(steps[1]) == 5
-    for mine, other in zip(*steps, strict=True):
-        assert {key: mine[key] for key in ("step", "loss", "tokens", "grad_norm", "lr")} == {
-            key: other[key] for key in ("step", "loss", "tokens", "grad_norm", "lr")
-        }
-    assert ours[-1]["done"]
-    assert ours[-1]["val_loss"] == theirs[-1]["val_loss"]
-    assert_same_weights(open_checkpoint(Path(ours[-1]["checkpoint"])), open_checkpoint(Path(theirs[-1]["checkpoint"])))
-    assert swarmtrain("audit", str(place / "s")).returncode == 0
