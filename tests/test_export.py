@@ -14,10 +14,10 @@ from runs import PLAIN_KINDS, shards, small, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from swarmtrain import world
 from swarmtrain.checkpoint import Checkpoint
 from swarmtrain.data.tokenizer import ByteTokenizer, JsonTokenizer
 from swarmtrain.errors import StorageError, UsageError
-from swarmtrain.export import directory as export_directory
 from swarmtrain.export import export_checkpoint
 from swarmtrain.export.directory import plan_shards
 from swarmtrain.export.weights import llama_shapes
@@ -163,7 +163,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
         if len(calls) == failing_call:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(export_directory, "flush", no_space)
+    monkeypatch.setattr(world, "sync", no_space)
     with pytest.raises(StorageError, match="No space left"):
         exported(checkpoint, tmp_path / "exports" / "out")
     assert len(calls) == failing_call  # the fault happened

@@ -60,6 +60,17 @@ class Found:
 
 DEFECTS = (
     Defect(
+        "initial-by-chance",
+        "the first values of a tensor do not follow from the seed and its name alone",
+        (
+            Change(
+                "model/initial.py",
+                'f"{seed}:{name}".encode()',
+                'f"{seed}:{name}:{float(torch.rand(1))}".encode()',
+            ),
+        ),
+    ),
+    Defect(
         "unmarked",
         "an entry does not say that its gradient is in the sum",
         (
@@ -174,26 +185,6 @@ DEFECTS = (
         ),
     ),
     Defect(
-        "owner-rounds-for-itself",
-        "with a lossy reduction the owner of a piece keeps its own sum, not the bytes that the others get",
-        (
-            Change(
-                "reduce/reduction.py",
-                "            owned.result.set_result(self._form.answer(shares, owned.piece))\n",
-                "            owned.result.set_result(self._form.answer(shares, owned.piece))\n"
-                "            self._kept = {**getattr(self, '_kept', {}), owned.piece.index: shares}\n",
-            ),
-            Change(
-                "reduce/reduction.py",
-                "            out.numpy()[piece.start : piece.stop] = self._form.result(raw, size)\n",
-                "            out.numpy()[piece.start : piece.stop] = self._form.result(raw, size)\n"
-                "            if piece.owner == self.position:\n"
-                "                from swarmtrain.reduce.shares import added\n"
-                "                out.numpy()[piece.start : piece.stop] = added(self._kept[piece.index])\n",
-            ),
-        ),
-    ),
-    Defect(
         "told-before-journaled",
         "a decision is told before it is in the journal",
         (
@@ -206,13 +197,13 @@ DEFECTS = (
         ),
     ),
     Defect(
-        "decision-forgotten",
-        "a coordinator that starts again does not carry out the last decision in its journal",
+        "decided-step-done-again",
+        "a coordinator that starts again begins with the step that its journal says is decided",
         (
             Change(
                 "coordinator/daemon.py",
-                "        context.decided = self.journal.last_decision()\n",
-                "        context.decided = None\n",
+                "        context.step = self.journal.num_steps()\n",
+                "        context.step = max(0, self.journal.num_steps() - 1)\n",
             ),
         ),
     ),
@@ -239,13 +230,13 @@ DEFECTS = (
         ),
     ),
     Defect(
-        "term-kept",
-        "a coordinator that starts again goes on under its former term",
+        "same-term-after-roll-back",
+        "the run goes back without a new term, so that what was taken back looks like news",
         (
             Change(
-                "coordinator/daemon.py",
-                "        own = Claim(known.term + 1, known.num_steps, host.peer_id, self._life)\n",
-                "        own = Claim(max(1, known.term), known.num_steps, host.peer_id, self._life)\n",
+                "coordinator/run.py",
+                "        context.term = context.valid_from = context.term + 1\n",
+                "        context.valid_from = context.term\n",
             ),
         ),
     ),
