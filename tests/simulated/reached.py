@@ -268,7 +268,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/coverage",
         description="Branches of the daemons that the simulated swarm reaches: fixed seeds, and its scenarios.",
-        epilog="Exit code 1: a branch is neither reached nor in tests/simulated/unreached.toml, or is in both and not rare.",
+        epilog="Exit code 1: a branch is neither reached nor in tests/simulated/unreached.toml, or both and not rare.",
     )
     parser.add_argument("--seeds", type=int, default=FIXED, help=f"how many, from 0 (default {FIXED})")
     parser.add_argument("--no-scenarios", action="store_true", help="seeds alone")

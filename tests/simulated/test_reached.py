@@ -26,7 +26,6 @@ def test_every_reason_is_explained_and_every_test_that_is_named_is_there() -> No
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_nothing_else_is_unreached() -> None:
-    done = subprocess.run(
-        [sys.executable, str(HERE / "reached.py")], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = [sys.executable, str(HERE / "reached.py")]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
