@@ -42,6 +42,7 @@ from swarmtrain.net.records import Flaw, FlawedRecord, Record, RecordChecker, dh
 logger = logging.getLogger(__name__)
 
 BUCKET_SIZE = 20  # Kademlia's k; also how many of the nearest nodes a search asks
+NUM_PER_PART = 5  # nodes that are asked in each other part of the DHT
 NUM_WORKERS = 4  # calls of one search under way at a time
 CALL_TIMEOUT_S = 3.0
 MAX_ASKED = 96  # by one search: those who claim to know ever nearer nodes cannot keep it busy
@@ -143,6 +144,7 @@ class DhtNode:
         self._background: set[asyncio.Task[bool]] = set()
         self._being_pinged: set[str] = set()
         self._is_closed = False
+        self._next_part = 0  # to be refreshed
         self.was_alone = False  # since this was last looked at: others may have called before it was noticed
 
     async def serve(self) -> None:
@@ -232,7 +234,28 @@ class DhtNode:
         """The nodes nearest to `key` that answered, nearest first, without ourselves."""
         return await self._search(key, lambda peer_id, raw: None)
 
-    async def _search(self, key: int, on_record: Callable[[str, bytes], None]) -> list[str]:
+    async def refresh(self, ways: Iterable[str], *, num_parts: int = 8 * PLACE_BYTES) -> None:
+        """Get to know somebody in other parts of the DHT, each in its turn, by asking `ways` as well.
+
+        Without it, many who join at once through one node know that one and those nearest to themselves: a search from
+        there ends among them, and does not find what lies elsewhere.
+        """
+        if len(self._table) < BUCKET_SIZE:
+            return  # looking ourselves up has asked everybody
+        places = self._table.far_places()
+        for _ in range(min(num_parts, len(places))):
+            key = places[self._next_part % len(places)]
+            self._next_part += 1
+            await self._search(key, lambda peer_id, raw: None, also=ways, beam=NUM_PER_PART)
+
+    async def _search(
+        self,
+        key: int,
+        on_record: Callable[[str, bytes], None],
+        *,
+        also: Iterable[str] = (),
+        beam: int = BUCKET_SIZE,
+    ) -> list[str]:
         async def ask(peer_id: str) -> dict[int, str] | None:
             suspect = self._suspects.get(peer_id)
             if suspect is not None and suspect.until > self._clock():
@@ -245,12 +268,15 @@ class DhtNode:
                 on_record(peer_id, raw)
             return self._hear_of(answer.neighbours)
 
+        start = self._table.nearest(key, beam)
+        for others in await asyncio.gather(*(ask(peer_id) for peer_id in also)):
+            start.update(others or {})
         return await search(
             key,
-            self._table.nearest(key, BUCKET_SIZE),
+            start,
             ask,
             own_place=self.place,
-            beam=BUCKET_SIZE,
+            beam=beam,
             num_workers=NUM_WORKERS,
             max_asked=MAX_ASKED,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 MAX_CLOCK_OFFSET_S = 5.0
 NUM_REPLICAS = 5  # nodes asked to keep a record
 CONFIRM_ATTEMPTS = 3
+LOOKS_PER_REFRESH = 12  # once a minute
 MAX_OWN_TOPICS = 64  # as many as others keep for one owner
 
 
@@ -94,6 +96,8 @@ class Directory:
         self._wake = asyncio.Event()
         self._closed = False
         self._num_recoveries = 0
+        self._num_looks = 0
+        self._refreshed_at = -math.inf  # because something was not found
         self._was_alone = True
         self._is_new_p2pd = False
         self._warned_of_clock = False
@@ -152,6 +156,11 @@ class Directory:
         """
         self._check_up()
         found = await self._node.search(topic)
+        now = asyncio.get_running_loop().time()
+        if not found.records and now - self._refreshed_at >= self._options.watch_interval_s:
+            self._refreshed_at = now  # perhaps others know nodes that are nearer to it
+            await self._node.refresh(self._bootstrap)
+            found = await self._node.search(topic)
         return {peer_id: record for peer_id, (record, _) in found.records.items()}
 
     def now(self) -> float:
@@ -243,6 +252,9 @@ class Directory:
         else:
             missing = [peer_id for peer_id in self._bootstrap if peer_id not in neighbours]
             await asyncio.gather(*(self._node.ping(peer_id) for peer_id in missing))
+            self._num_looks += 1
+            if self._num_looks % LOOKS_PER_REFRESH == 0:
+                await self._node.refresh(self._bootstrap, num_parts=1)
         if self._was_alone and self._node.neighbours:
             self._was_alone = False
             self._num_recoveries += 1
@@ -257,11 +269,13 @@ class Directory:
         await self._find_neighbours()
 
     async def _find_neighbours(self) -> None:
-        """Ping whoever may be there, then look ourselves up, which makes us and our neighbours known to each other."""
+        """Ping whoever may be there, look ourselves up, which makes us and our neighbours known to each other, and then
+        others farther away."""
         ways = dict.fromkeys(self._bootstrap) | dict.fromkeys(list(self._node.seen)[-16:])
         await asyncio.gather(*(self._node.ping(peer_id) for peer_id in ways))
         self._node.trust_again()  # who did not answer now may do so once those who did have told us their addresses
         await self._node.find_nearest(self._node.place)
+        await self._node.refresh(self._bootstrap)
 
     async def _bring_back(self) -> None:
         """Spread our live records again: those who kept them may be gone."""

@@ -63,6 +63,14 @@ class RoutingTable:
             heir, peer_id = reserve.popitem()
             bucket[heir] = peer_id
 
+    def far_places(self) -> list[int]:
+        """One place in each part of the DHT that begins at another power of two of distance, farthest first, down to
+        the nearest known node. Whoever has searched for all of them knows somebody in every part that is not empty."""
+        if not len(self):
+            return []
+        nearest = min(index for index, bucket in self._buckets.items() if bucket)
+        return [self._own_place ^ 1 << (index - 1) for index in range(8 * PLACE_BYTES, nearest, -1)]
+
     def nearest(self, place: int, count: int, *, without: int | None = None) -> dict[int, str]:
         """The `count` known nodes nearest to a place, nearest first."""
         known = ((p, peer_id) for bucket in self._buckets.values() for p, peer_id in bucket.items() if p != without)

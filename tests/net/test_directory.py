@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.net.dht import place_of_topic
+from swarmtrain.net.dht import place_of_peer, place_of_topic
 from swarmtrain.net.dht_messages import Ping, Store, Stored
 from swarmtrain.net.directory import Directory, DirectoryOptions, TopicRule
 from swarmtrain.net.errors import PeerUnreachable
@@ -79,6 +80,27 @@ def test_everybody_finds_everybody_among_40() -> None:
                 found = await directory.lookup("peers")
                 assert {peer_id: record.value for peer_id, record in found.items()} == expected
             assert await directories[3].lookup("nothing") == {}
+
+    run(main())
+
+
+def test_200_that_join_at_once_find_what_one_of_them_announces() -> None:
+    async def main() -> None:
+        network, far = MemoryNetwork(), 1 << 159
+        first = network.host()
+        while (place_of_peer(first.peer_id) ^ place_of_topic("run", "coordinator")) < far:
+            first = network.host()  # one that is not itself near to what all look for
+        hosts = [network.host(first) for _ in range(200)]
+        directories = [await join(first)]
+        announced = asyncio.create_task(directories[0].announce("coordinator", {"step": 1}, 30.0))
+        directories += await asyncio.gather(*(join(host) for host in hosts))
+        await announced
+        await directories[0].announce("coordinator", {"step": 2}, 30.0)
+        found = await asyncio.gather(*(directory.lookup("coordinator") for directory in directories))
+        steps = Counter(record.value["step"] for records in found for record in records.values())
+        assert steps == {2: 201}
+        for directory in directories:
+            await directory.close()
 
     run(main())
 
