@@ -42,6 +42,7 @@ from swarmtrain.net.records import Flaw, FlawedRecord, Record, RecordChecker, dh
 logger = logging.getLogger(__name__)
 
 BUCKET_SIZE = 20  # Kademlia's k; also how many of the nearest nodes a search asks
+MAX_PARTS = 8 * PLACE_BYTES
 NUM_PER_PART = 5  # nodes that are asked in each other part of the DHT
 NUM_WORKERS = 4  # calls of one search under way at a time
 CALL_TIMEOUT_S = 3.0
@@ -234,7 +235,7 @@ class DhtNode:
         """The nodes nearest to `key` that answered, nearest first, without ourselves."""
         return await self._search(key, lambda peer_id, raw: None)
 
-    async def refresh(self, ways: Iterable[str], *, num_parts: int = 8 * PLACE_BYTES) -> None:
+    async def refresh(self, ways: Iterable[str], *, num_parts: int) -> None:
         """Get to know somebody in other parts of the DHT, each in its turn, by asking `ways` as well.
 
         Without it, many who join at once through one node know that one and those nearest to themselves: a search from

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from swarmtrain.net.addresses import group_by_peer
-from swarmtrain.net.dht import DhtNode, place_of_topic
+from swarmtrain.net.dht import MAX_PARTS, DhtNode, place_of_topic
 from swarmtrain.net.errors import NetError
 from swarmtrain.net.host_errors import HostDownError, NotConfirmedError, RecordError
 from swarmtrain.net.host_options import HostEvent, HostEventKind
@@ -159,7 +159,7 @@ class Directory:
         now = asyncio.get_running_loop().time()
         if not found.records and now - self._refreshed_at >= self._options.watch_interval_s:
             self._refreshed_at = now  # perhaps others know nodes that are nearer to it
-            await self._node.refresh(self._bootstrap)
+            await self._node.refresh(self._bootstrap, num_parts=MAX_PARTS)
             found = await self._node.search(topic)
         return {peer_id: record for peer_id, (record, _) in found.records.items()}
 
@@ -252,9 +252,9 @@ class Directory:
         else:
             missing = [peer_id for peer_id in self._bootstrap if peer_id not in neighbours]
             await asyncio.gather(*(self._node.ping(peer_id) for peer_id in missing))
-            self._num_looks += 1
             if self._num_looks % LOOKS_PER_REFRESH == 0:
-                await self._node.refresh(self._bootstrap, num_parts=1)
+                await self._node.refresh(self._bootstrap, num_parts=MAX_PARTS if self._num_looks == 0 else 1)
+            self._num_looks += 1
         if self._was_alone and self._node.neighbours:
             self._was_alone = False
             self._num_recoveries += 1
@@ -269,13 +269,11 @@ class Directory:
         await self._find_neighbours()
 
     async def _find_neighbours(self) -> None:
-        """Ping whoever may be there, look ourselves up, which makes us and our neighbours known to each other, and then
-        others farther away."""
+        """Ping whoever may be there, then look ourselves up, which makes us and our neighbours known to each other."""
         ways = dict.fromkeys(self._bootstrap) | dict.fromkeys(list(self._node.seen)[-16:])
         await asyncio.gather(*(self._node.ping(peer_id) for peer_id in ways))
         self._node.trust_again()  # who did not answer now may do so once those who did have told us their addresses
         await self._node.find_nearest(self._node.place)
-        await self._node.refresh(self._bootstrap)
 
     async def _bring_back(self) -> None:
         """Spread our live records again: those who kept them may be gone."""
