@@ -30,11 +30,6 @@ class Attempts:
         self._past: dict[tuple[int, int, int], Attempt] = {}
         self._changed = asyncio.Condition()
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether an attempt has begun, and was not given up."""
-        return self._task is not None
-
     async def begin(self, prepare: Prepare, work: Work) -> asyncio.Task[Prepared | Unprepared]:
         """The attempt that is asked for; the one before is given up. One at a time: ending an attempt takes a while."""
         context, wanted = self._context, (prepare.term, prepare.step, prepare.attempt)

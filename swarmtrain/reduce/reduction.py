@@ -208,8 +208,5 @@ class Reduction:
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:
-    for error in group.exceptions:
-        if isinstance(error, ExceptionGroup):
-            return _first(error)
-        return error
-    return ReductionFailed("nothing is known", [])
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, ExceptionGroup) else error

@@ -109,6 +109,6 @@ def test_a_peer_that_begins_to_fetch_its_state_begins_no_attempt_of_its_former_l
         steps.let_go.set()
         await forgetting
         assert await refusal_of(first) == await refusal_of(second) == await refusal_of(third) == Code.AHEAD
-        assert not steps.attempts.is_under_way
+        assert steps.attempts._task is None
 
     asyncio.run(asyncio.wait_for(main(), 20.0))

@@ -13,6 +13,8 @@ from swarmtrain.run.manifest import Manifest
 from swarmtrain.simulated.judge import References
 from swarmtrain.simulated.swarm import SimulatedSwarm
 
+pytest.register_assert_rewrite("simulated.scenes")  # so that a failure says what the judge said
+
 Make = Callable[[Manifest], SimulatedSwarm]
 
 

@@ -15,9 +15,8 @@ from swarmtrain.coordinator.rivals import StaleJournal, Superseded
 from swarmtrain.net.host_errors import BootstrapError
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset
-from swarmtrain.simulated.command import run_schedule
 from swarmtrain.simulated.judge import References, judge
-from swarmtrain.simulated.schedule import TINY, draw
+from swarmtrain.simulated.schedule import TINY
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 
 from .scenes import repetition
@@ -365,9 +364,3 @@ def test_a_coordinator_that_comes_back_with_another_time_goes_by_that_of_its_pee
         newcomer = swarm.start_peer("newcomer", 1, speed=0.1)
         swarm.until(lambda: newcomer in swarm.serving(1), "others can join", limit_s=60.0)
         assert never_went_back(swarm)
-
-
-def test_a_listener_does_not_follow_on_a_state_of_a_history_that_was_taken_back() -> None:
-    """Two of three replicas of stage 0 had the state of a step that was rolled back, applied the next decision to it as
-    listeners, and were the majority."""
-    assert not run_schedule(draw(3014)).failures

@@ -48,6 +48,34 @@ def test_a_state_of_a_history_that_was_rolled_back_is_not_a_replicas_state(
     assert said(swarm, "run_rolled_back")
 
 
+def test_a_listener_does_not_follow_on_a_state_of_a_history_that_was_taken_back(
+    simulated: Make, references: References
+) -> None:
+    """Seed 3014. Two of three replicas come back with the state of step 6, from before a roll-back, while the run makes
+    that step again: the number of their state is the one on which they could follow, its content is not."""
+    swarm = simulated(
+        tiny("stages.count=2", "model.num_layers=2", "checkpoint.every=4", "reduce.codec=bf16", "schedule.steps=9")
+    )
+    swarm.start(num_peers=5)  # three of stage 0, two of stage 1
+    wait_step(swarm, 6)
+    stale = [peer for peer in swarm.peers if peer.stage == 0][:2]
+    for peer in stale:
+        peer.process.stop()
+    for peer in swarm.peers:
+        if peer.stage == 1:
+            peer.kill()
+    heir = swarm.start_peer("heir", 1)
+    wait_said(swarm, swarm.coordinator, "run_rolled_back", to_step=4)
+    wait_step(swarm, 5)  # once more
+    hold(heir)
+    for peer in stale:
+        peer.process.resume()
+    for peer in stale:
+        wait_phase(swarm, peer, "syncing")
+    release(heir)
+    assert_as_good_as_reference(swarm, references)
+
+
 def test_a_peer_that_answers_is_not_lost_for_want_of_a_sign_of_life(simulated: Make, references: References) -> None:
     """Seed 11. What the peer says by itself does not get through, and what it is asked it answers."""
     swarm = simulated(tiny("schedule.steps=60"))

@@ -45,11 +45,19 @@ def test_every_kind_of_fault_is_drawn() -> None:
     assert drawn == set(KINDS)
 
 
-def test_a_seed_gives_the_same_trace_in_another_process_with_another_hash_seed() -> None:
+IN_A_YEAR = """
+import runpy, sys, time
+seconds, nanoseconds = time.time, time.time_ns
+time.time, time.time_ns = lambda: seconds() + 4e7, lambda: nanoseconds() + 40_000_000_000_000_000
+runpy.run_module("swarmtrain.simulated.command", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_seed_gives_the_same_trace_in_another_process_with_another_hash_seed_and_on_another_day() -> None:
     traces = set()
-    for hash_seed in ("1", "2"):
+    for hash_seed, command in (("1", ("-m", "swarmtrain.simulated.command")), ("2", ("-c", IN_A_YEAR))):
         found = subprocess.run(
-            [sys.executable, "-m", "swarmtrain.simulated.command", "--seed", "14", "--seeds", "1", "--json"],
+            [sys.executable, *command, "--seed", "14", "--seeds", "1", "--json", "--processes", "1"],
             env={**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"},
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
