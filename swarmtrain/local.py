@@ -79,6 +79,7 @@ class LocalSwarm:
         self.invite = ""
         self.ended: dict[str, Any] | None = None
         self._invited = asyncio.Event()
+        self._trains = asyncio.Event()
         self._over = asyncio.Event()
         self._is_stopping = False
         self._num_started = 0
@@ -182,6 +183,8 @@ class LocalSwarm:
             self._invited.set()
         if kind == "phase_reached" and event["phase"] == "serving":
             child.is_serving = True
+        if kind == "step_applied":
+            self._trains.set()
         if kind == "run_ended":
             self.ended = event
             self._over.set()
@@ -232,7 +235,12 @@ class LocalSwarm:
         return "it said nothing"
 
     async def _kill_now_and_then(self) -> None:
-        """SIGKILL a peer that its stage can spare (or the coordinator), and start another in its place."""
+        """SIGKILL a peer that its stage can spare (or the coordinator), and start another in its place.
+
+        From the first step on: before it there is nothing to recover, and a run that waits for its first peers would
+        begin without anybody to spare.
+        """
+        await self._trains.wait()
         while True:
             await asyncio.sleep(self.options.kill_every_s)
             if self.options.kill_coordinator and self._rng.random() < 0.3:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from swarmtrain import world
 from swarmtrain.observe.cost import Cost
+
+
+@functools.cache
+def _in_snake_case(text: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in text).lstrip("_")
 
 
 @dataclass(frozen=True)
@@ -19,8 +25,7 @@ class Event:
     @property
     def name(self) -> str:
         """As in JSON: the class name in snake case."""
-        text = type(self).__name__
-        return "".join(f"_{c.lower()}" if c.isupper() else c for c in text).lstrip("_")
+        return _in_snake_case(type(self).__name__)
 
     def line(self) -> str:
         """For a person."""

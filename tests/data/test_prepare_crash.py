@@ -198,7 +198,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-@pytest.mark.parametrize(("tokenizer", "small_mb", "large_mb", "allowed_mb"), [("bytes", 8, 96, 16), ("bpe", 3, 9, 24)])
+@pytest.mark.parametrize(
+    ("tokenizer", "small_mb", "large_mb", "allowed_mb"),
+    [("bytes", 8, 96, 16), pytest.param("bpe", 3, 9, 24, marks=pytest.mark.long)],
+)
 def test_memory_does_not_grow_with_the_corpus(
     tmp_path: Path, bpe_file: Path, english: bytes, tokenizer: str, small_mb: int, large_mb: int, allowed_mb: int
 ) -> None:

@@ -27,7 +27,7 @@ from .host_helpers import LOOPBACK, ChildHost, Collector, echo_server, hosts, is
 
 pytestmark = pytest.mark.swarm
 
-LOOPS = pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+LOOPS = pytest.mark.parametrize("loop", ["uvloop", pytest.param("asyncio", marks=pytest.mark.long)])
 
 
 @LOOPS

@@ -26,6 +26,11 @@ def every_other(cases: Iterable[Any]) -> list[Any]:
     return [case if index % 2 == 0 else repetition(case) for index, case in enumerate(cases)]
 
 
+def every_third(cases: Iterable[Any]) -> list[Any]:
+    """The same, where there are many."""
+    return [case if index % 3 == 0 else repetition(case) for index, case in enumerate(cases)]
+
+
 def repetition(case: Any) -> Any:
     """A case that shows what another one shows: only with --long."""
     return pytest.param(*case if isinstance(case, tuple) else (case,), marks=pytest.mark.long)

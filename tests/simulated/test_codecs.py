@@ -27,6 +27,8 @@ from .scenes import (
     assert_as_good_as_reference,
     assert_reference,
     every_other,
+    every_third,
+    repetition,
     said,
     start_armed,
     tiny,
@@ -115,7 +117,7 @@ def newest(swarm: SimulatedSwarm) -> Checkpoint:
     return found
 
 
-@pytest.mark.parametrize(("forward", "backward", "kind"), every_other(FORGETFUL))
+@pytest.mark.parametrize(("forward", "backward", "kind"), every_third(FORGETFUL))
 def test_what_remembers_nothing_ends_in_the_references_bits(
     simulated: Make, references: References, forward: str, backward: str, kind: str
 ) -> None:
@@ -125,7 +127,7 @@ def test_what_remembers_nothing_ends_in_the_references_bits(
     assert not said(swarm, "run_rolled_back")
 
 
-@pytest.mark.parametrize(("forward", "backward", "kind"), every_other(REMEMBERING))
+@pytest.mark.parametrize(("forward", "backward", "kind"), every_third(REMEMBERING))
 def test_what_remembers_goes_on_without_the_dead_peers_memory(
     simulated: Make, references: References, forward: str, backward: str, kind: str
 ) -> None:
@@ -136,7 +138,7 @@ def test_what_remembers_goes_on_without_the_dead_peers_memory(
     assert not said(swarm, "run_rolled_back")
 
 
-@pytest.mark.parametrize(("forward", "backward", "overrides"), COMPOSED)
+@pytest.mark.parametrize(("forward", "backward", "overrides"), every_other(COMPOSED))
 def test_methods_compose_with_a_subspace_and_with_each_other(
     simulated: Make, references: References, forward: str, backward: str, overrides: tuple[str, ...]
 ) -> None:
@@ -165,7 +167,7 @@ def survive(swarm: SimulatedSwarm, *, num_peers: int, stage: int = 0) -> None:
     assert len(swarm.serving(stage)) >= 1
 
 
-@pytest.mark.parametrize("kind", ["learned", "projected", "subspace", "dense"])
+@pytest.mark.parametrize("kind", every_other(["projected", "learned", "subspace", "dense"]))
 def test_tied_embeddings_are_synchronized_in_one_group(simulated: Make, references: References, kind: str) -> None:
     """Through a codec; two replicas of the first stage, one of the last; one of the two is killed on the way."""
     swarm = simulated(
@@ -178,7 +180,7 @@ def test_tied_embeddings_are_synchronized_in_one_group(simulated: Make, referenc
     assert embeddings[0].equal(embeddings[1])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [repetition(0), 1])
 def test_all_stages_move_the_subspace_at_one_apply(simulated: Make, references: References, victim: int) -> None:
     swarm = simulated(
         small("boundary.track_every=2", "boundary.track_rate=0.5", "checkpoint.every=3", "schedule.steps=8")
@@ -230,7 +232,7 @@ def test_one_peer_per_stage_reduces_as_the_reference_does(simulated: Make, refer
     assert_reference(swarm, references)
 
 
-@pytest.mark.parametrize("codec", ["int8", "bf16", "powersgd2", "topk64"])
+@pytest.mark.parametrize("codec", every_other(["int8", "bf16", "powersgd2", "topk64"]))
 def test_replicas_agree_on_compressed_gradients_and_survive_a_death(
     simulated: Make, references: References, codec: str
 ) -> None:

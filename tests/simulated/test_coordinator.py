@@ -19,6 +19,7 @@ from .scenes import (
     arm,
     assert_reference,
     every_other,
+    every_third,
     hold,
     release,
     repetition,
@@ -60,7 +61,9 @@ def test_a_coordinator_killed_at_a_point_of_a_step_is_replaced(
     assert forwards == [every_one] * NUM_STAGES, "what was finished was computed again"
 
 
-@pytest.mark.parametrize(("after_s", "away_s"), [(0.02, 0.0), (0.11, 3.0), (0.2, 0.0), (0.29, 12.0), (0.35, 3.0)])
+@pytest.mark.parametrize(
+    ("after_s", "away_s"), every_other([(0.02, 0.0), (0.11, 3.0), (0.2, 0.0), (0.29, 3.0), (0.35, 12.0)])
+)
 def test_a_coordinator_killed_at_any_instant_of_a_step_is_replaced(
     simulated: Make, references: References, after_s: float, away_s: float
 ) -> None:
@@ -77,8 +80,11 @@ def test_a_coordinator_killed_at_any_instant_of_a_step_is_replaced(
     assert coordinator.machine.num_processes == 2
 
 
-def test_a_coordinator_killed_ten_times_at_points_of_a_step(simulated: Make, references: References) -> None:
-    times, rng = 10, random.Random(20)
+@pytest.mark.parametrize("times", [5, repetition(10)])
+def test_a_coordinator_killed_many_times_at_points_of_a_step(
+    simulated: Make, references: References, times: int
+) -> None:
+    rng = random.Random(20)
     swarm = simulated(tiny(f"schedule.steps={2 * times}", "checkpoint.every=4"))
     faults = [f"{rng.choice(POINTS[:3])}:{rng.randint(1, 2)}:kill" for _ in range(times)]
     coordinator = start(swarm, faults[0], num_peers=NUM_STAGES + 1)
@@ -89,19 +95,20 @@ def test_a_coordinator_killed_ten_times_at_points_of_a_step(simulated: Make, ref
     assert coordinator.machine.num_processes == times + 1
 
 
-def test_a_coordinator_killed_twenty_times_at_any_instant(simulated: Make, references: References) -> None:
+@pytest.mark.parametrize("times", [6, repetition(20)])
+def test_a_coordinator_killed_many_times_at_any_instant(simulated: Make, references: References, times: int) -> None:
     """Which may be before the run stands again."""
     rng = random.Random(21)
-    swarm = simulated(tiny("schedule.steps=36", "checkpoint.every=4"))
+    swarm = simulated(tiny(f"schedule.steps={4 + 8 * times // 5}", "checkpoint.every=4"))
     coordinator = start(swarm, num_peers=NUM_STAGES + 1)
     wait_step(swarm, 1)
-    for _ in range(20):
+    for _ in range(times):
         swarm.run_for(rng.uniform(0.0, 2.0))
         assert not swarm.is_over
         coordinator.kill()
         restart_coordinator(swarm)
     assert_reference(swarm, references)
-    assert coordinator.machine.num_processes == 21
+    assert coordinator.machine.num_processes == times + 1
 
 
 def test_a_stopped_coordinator_goes_on_where_it_was(simulated: Make, references: References) -> None:
@@ -118,7 +125,7 @@ def test_a_stopped_coordinator_goes_on_where_it_was(simulated: Make, references:
     assert not said(swarm, "run_rolled_back")
 
 
-@pytest.mark.parametrize("stages", [(0,), (1,), (0, 1, 2)])
+@pytest.mark.parametrize("stages", [repetition(((0,),)), (1,), (0, 1, 2)])
 def test_coordinator_and_peers_killed_together(
     simulated: Make, references: References, stages: tuple[int, ...]
 ) -> None:
@@ -135,7 +142,7 @@ def test_coordinator_and_peers_killed_together(
     assert not said(swarm, "run_rolled_back")
 
 
-@pytest.mark.parametrize("power_loss", [False, True])
+@pytest.mark.parametrize("power_loss", [repetition(False), True])
 def test_all_processes_killed_twice(simulated: Make, references: References, power_loss: bool) -> None:
     swarm = simulated(tiny("schedule.steps=11", "checkpoint.every=4"))
     start(swarm)
@@ -153,7 +160,7 @@ def test_all_processes_killed_twice(simulated: Make, references: References, pow
     assert all(event.to_step >= 4 for event in rolled_back)
 
 
-@pytest.mark.parametrize(("stage", "every"), every_other([(0, 0), (0, 4), (1, 4), (1, 0), (2, 0), (2, 4)]))
+@pytest.mark.parametrize(("stage", "every"), every_third([(0, 0), (0, 4), (1, 0), (1, 4), (2, 0), (2, 4)]))
 def test_a_stage_without_peers_stops_the_run_until_somebody_joins(
     simulated: Make, references: References, stage: int, every: int
 ) -> None:

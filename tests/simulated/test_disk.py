@@ -16,7 +16,7 @@ from swarmtrain.simulated.machine import Killed, SimulatedProcess
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 
 from .conftest import Make
-from .scenes import assert_reference, restart_coordinator, said, tiny, wait_said, wait_step
+from .scenes import assert_reference, repetition, restart_coordinator, said, tiny, wait_said, wait_step
 
 SYNCS = 6  # of a checkpoint of three stages: each stage, the index, and two directories
 
@@ -90,8 +90,10 @@ def fail_in_checkpoint(swarm: SimulatedSwarm, num_syncs: int, luck: random.Rando
     return coordinator
 
 
-@pytest.mark.parametrize("is_lucky", [False, True])
-@pytest.mark.parametrize("num_syncs", range(SYNCS))
+@pytest.mark.parametrize(
+    ("num_syncs", "is_lucky"),
+    [*((n, n % 2 == 1) for n in range(SYNCS)), *(repetition((n, n % 2 == 0)) for n in range(SYNCS))],
+)
 def test_the_power_fails_at_any_moment_of_writing_a_checkpoint(
     simulated: Make, references: References, num_syncs: int, is_lucky: bool
 ) -> None:

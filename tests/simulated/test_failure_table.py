@@ -10,6 +10,7 @@ from .conftest import Make
 from .scenes import (
     NUM_STAGES,
     assert_reference,
+    every_other,
     phases,
     said,
     start_armed,
@@ -28,7 +29,7 @@ STOPS = ("after-forward", "before-answer", "in-prepare")
 SLOW = 0.1  # of machines: a step takes so long that somebody can miss some and come back
 
 
-@pytest.mark.parametrize(("point", "stage"), KILLS)
+@pytest.mark.parametrize(("point", "stage"), every_other(KILLS))
 def test_a_peer_killed_at_any_point_of_a_step_leaves_no_trace(
     simulated: Make, references: References, point: str, stage: int
 ) -> None:
@@ -90,7 +91,7 @@ def test_finished_work_is_not_computed_again(simulated: Make, references: Refere
     assert [event.recomputed for event in ended] == [0] * NUM_STAGES
 
 
-@pytest.mark.parametrize(("stage", "point"), list(enumerate(STOPS)))
+@pytest.mark.parametrize(("stage", "point"), every_other(enumerate(STOPS)))
 def test_a_stopped_peer_is_left_behind_and_catches_up(
     simulated: Make, references: References, stage: int, point: str
 ) -> None:

@@ -15,7 +15,18 @@ from swarmtrain.simulated.judge import References
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 
 from .conftest import Make
-from .scenes import NUM_STAGES, assert_reference, phases, said, tiny, wait_phase, wait_seen, wait_serving, wait_step
+from .scenes import (
+    NUM_STAGES,
+    assert_reference,
+    phases,
+    repetition,
+    said,
+    tiny,
+    wait_phase,
+    wait_seen,
+    wait_serving,
+    wait_step,
+)
 
 LOOK_S = 1.0
 RULES = MoveRules("capacity", min_gain=0.15, min_left=1, min_stay_s=1.0, look_s=LOOK_S)
@@ -125,7 +136,7 @@ def test_two_newcomers_and_a_mover_at_once(simulated: Make, references: Referenc
     assert not [event for event in waits if "has no peers" in event.reason]
 
 
-@pytest.mark.parametrize("when", ["moving", "syncing"])
+@pytest.mark.parametrize("when", ["moving", repetition("syncing")])
 def test_a_mover_that_dies_on_its_way_is_missed_by_nobody(simulated: Make, references: References, when: str) -> None:
     swarm = simulated(even_stages("schedule.steps=12", "batch.microbatches_per_step=12"))
     swarm.start_coordinator(min_peers=5, moves=RULES)

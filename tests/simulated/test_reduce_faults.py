@@ -154,7 +154,7 @@ def test_a_reduction_over_slow_lines_takes_minutes_and_keeps_both_replicas(make_
 
 
 @pytest.mark.parametrize("seed", ["1", *(pytest.param(seed, marks=pytest.mark.long) for seed in ("2", "3"))])
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_peer_whose_device_hangs_costs_one_deadline_and_comes_back_when_it_answers(
     make_swarm: MakeSwarm, index: int, seed: str
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from swarmtrain.simulated.judge import References
@@ -12,6 +14,7 @@ from .scenes import arm, assert_reference, repetition, said, tiny, wait_said, wa
 
 # Passes that take as long on both stages: the last one does both in one job.
 PACES = ((0.1, 0.1), (0.2, 0.0))
+POINTS = ("in-gift", "given-work")
 TWO_STAGES = ("stages.count=2", "model.num_layers=2", "batch.microbatches_per_step=16", "schedule.steps=4")
 
 
@@ -39,9 +42,15 @@ def test_work_that_waits_goes_to_a_peer_that_has_none(simulated: Make, reference
     assert_reference(swarm, references)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("point", ["in-gift", "given-work"])
-@pytest.mark.parametrize("action", ["kill", "stop", repetition("cut")])
+@pytest.mark.parametrize(
+    ("action", "point", "stage"),
+    [
+        *product(("kill",), POINTS, (0, 1)),
+        *(("stop", "in-gift", 0), repetition(("stop", "in-gift", 1))),
+        *(repetition(("stop", "given-work", 0)), ("stop", "given-work", 1)),
+        *(repetition(case) for case in product(("cut",), POINTS, (0, 1))),
+    ],
+)
 def test_who_gives_and_who_takes_may_die_of_it(
     simulated: Make, references: References, point: str, action: str, stage: int
 ) -> None:

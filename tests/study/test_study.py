@@ -175,6 +175,7 @@ def command(out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "swarmtrain", "study", "nano", *fixed, *settings, "--out", str(out), *more]
 
 
+@pytest.mark.long
 def test_a_killed_study_goes_on_where_it_was(tmp_path: Path) -> None:
     process = subprocess.Popen(command(tmp_path, "--steps", "20"), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -117,7 +117,7 @@ def local(place: Path, *extra: str) -> Iterator[subprocess.Popen[str]]:
             "local",
             str(manifest),
             "--peers",
-            "3",
+            "2",
             "--json",
             "--state-dir",
             str(place / "s"),
@@ -149,7 +149,7 @@ def first_step(process: subprocess.Popen[str]) -> list[psutil.Process]:
     for line in process.stdout:
         if "loss" in json.loads(line):
             family = psutil.Process(process.pid).children(recursive=True)
-            assert len(family) == 2 * 4  # a coordinator, three peers, and libp2p's daemon of each
+            assert len(family) == 2 * 3  # a coordinator, two peers, and libp2p's daemon of each
             return family
     raise AssertionError("it ended without a step")
 
@@ -185,6 +185,6 @@ def test_ctrl_c_drains_local_and_leaves_nothing(place: Path) -> None:
         rest, _ = process.communicate(timeout=120 * PATIENCE)
         assert process.returncode == 0
         gone = [json.loads(line) for line in rest.splitlines() if '"phase": "gone"' in line]
-        assert len(gone) == 3
+        assert len(gone) == 2
         _, alive = psutil.wait_procs(family, timeout=GONE_S * PATIENCE)
         assert not alive
