@@ -56,19 +56,24 @@ def test_a_full_bucket_keeps_the_old_and_holds_the_new_in_reserve() -> None:
 
 
 class World:
-    """Nodes that know some others, and those that are dead."""
+    """Nodes that know some others, alive ones among them in every part of the DHT, and those that are dead."""
 
-    def __init__(self, count: int, seed: int, num_known: int = 12) -> None:
+    def __init__(self, count: int, seed: int, num_dead: int = 0) -> None:
         generator = random.Random(seed)
         self.places = [generator.getrandbits(160) for _ in range(count)]
+        self.dead = set(self.places[1 : 1 + num_dead])
+        alive = [place for place in self.places if place not in self.dead]
         self.tables: dict[int, RoutingTable] = {}
         for place in self.places:
             self.tables[place] = RoutingTable(place, 20)
-            for other in generator.sample(self.places, min(num_known, count)):
+            parts: dict[int, list[int]] = {}
+            for other in generator.sample(alive, len(alive)):
+                parts.setdefault((other ^ place).bit_length(), []).append(other)
+            others = [other for part in parts.values() for other in part[:3]]
+            others += generator.sample(self.places, min(12, count))
+            others += sorted(self.places, key=lambda p: p ^ place)[:8]
+            for other in others:
                 self.tables[place].add(other, str(other))
-            for other in sorted(self.places, key=lambda p: p ^ place)[:8]:
-                self.tables[place].add(other, str(other))
-        self.dead: set[int] = set()
         self.asked: list[int] = []
         self.key = 0
 
@@ -88,9 +93,8 @@ class World:
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 1000), places, st.integers(0, 30))
 def test_a_search_finds_the_nearest_that_are_alive(seed: int, key: int, num_dead: int) -> None:
-    world = World(120, seed)
+    world = World(120, seed, num_dead)
     start = world.places[0]
-    world.dead = set(world.places[1 : 1 + num_dead])
     alive = sorted(set(world.places) - world.dead - {start}, key=lambda place: place ^ key)
     found = world.search(start, key)
     assert found[:5] == alive[:5]
