@@ -15,7 +15,7 @@ from .harness import swarmtrain, tiny
 pytestmark = pytest.mark.swarm
 
 
-# All peers serve when the first step is applied, and the time begins there: 39 steps take longer on any machine.
+# All peers serve when the first step is applied, and the time begins there: 39 more steps take seconds.
 KILL_EVERY = "0.2s"
 REPORTED = ("step", "loss", "tokens", "grad_norm", "lr")
 
