@@ -163,7 +163,7 @@ STAGE = Dashboard(
         Panel(
             "Silence",
             [Query(f"max by (peer) (swarmtrain_run_peer_silence_seconds{OF_STAGE})", "{{peer}}")],
-            "Since the last sign of life; after ten seconds a peer is lost.",
+            "Since the last heartbeat; after ten seconds a peer is lost.",
             "s",
         ),
     ],

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from swarmtrain.net.host import Host
-from swarmtrain.net.host_options import HostOptions
-from swarmtrain.net.network import NetworkHost
 from swarmtrain.observe.control import Command, ControlServer
 from swarmtrain.observe.http import Handler, HttpServer, parse_address, same_port_as_before
+from swarmtrain.p2p.host import Host
+from swarmtrain.p2p.host_options import HostOptions
+from swarmtrain.p2p.network import NetworkHost
 
 
 class Door(Protocol):

@@ -29,11 +29,11 @@ from swarmtrain.audit import audit
 from swarmtrain.checkpoint import Checkpoint, latest, same_tensors
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.local import Child, LocalOptions, LocalSwarm, spare_of
-from swarmtrain.net.waiting import wait_event
 from swarmtrain.observe.control import ControlError, ask
 from swarmtrain.reference import ReferenceTrainer
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset
+from swarmtrain.waiting import wait_event
 
 ROUND_S = 900.0  # a round that takes longer hangs
 NUM_STAGES = 3

@@ -72,7 +72,7 @@ def test_data_that_moved_is_found_where_one_says(tmp_path: Path) -> None:
     source = shards(tmp_path)
     checkpoint = train(small(f"data.source={source}"), tmp_path / "run")
     before = evaluated(checkpoint).loss
-    moved = source.rename(tmp_path / "elsewhere")
+    moved = source.rename(tmp_path / "redirected")
     with pytest.raises(DataError):
         evaluated(checkpoint)
     assert evaluate(checkpoint, open_checkpoint_source(checkpoint.manifest, str(moved))).loss == before

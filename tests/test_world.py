@@ -8,7 +8,21 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "swarmtrain"
-ROOMS = ("peer", "coordinator", "chain", "reduce", "route", "net", "wire", "codec", "model", "observe", "run")
+ROOMS = (
+    "peer",
+    "coordinator",
+    "chain",
+    "reduce",
+    "route",
+    "p2p",
+    "rpc",
+    "directory",
+    "wire",
+    "codec",
+    "model",
+    "observe",
+    "run",
+)
 
 # What only the world may be asked for.
 FORBIDDEN = {
@@ -38,14 +52,14 @@ FORBIDDEN = {
 # The world's own edge: the libp2p host and the doors of a real machine, which a simulated one replaces as a whole
 # (`Machine`, `NetworkHost`); and faults that strike a real process.
 EDGE = {
-    "net/host.py",
-    "net/p2pd.py",
-    "net/p2pd_calls.py",
-    "net/p2pd_stream.py",
-    "net/incoming.py",
-    "net/probe.py",
-    "net/relay.py",
-    "net/state_dir.py",
+    "p2p/host.py",
+    "p2p/p2pd.py",
+    "p2p/p2pd_calls.py",
+    "p2p/p2pd_stream.py",
+    "p2p/incoming.py",
+    "p2p/probe.py",
+    "p2p/relay.py",
+    "p2p/state_dir.py",
     "observe/control.py",
     "observe/http.py",
     "observe/faults.py",

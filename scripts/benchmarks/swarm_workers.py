@@ -28,9 +28,9 @@ async def commands(answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 async def our_node(options: dict[str, Any], handler: Any) -> Any:
     """A host and a node, as every daemon has them."""
-    from swarmtrain.net.host import Host
-    from swarmtrain.net.host_options import HostOptions
-    from swarmtrain.net.node import Node
+    from swarmtrain.p2p.host import Host
+    from swarmtrain.p2p.host_options import HostOptions
+    from swarmtrain.rpc.node import Node
     from swarmtrain.wire.messages import MESSAGES
 
     host = await Host.start(HostOptions(state_dir=Path(options["state_dir"]), listen=LISTEN))
@@ -60,7 +60,7 @@ async def our_hop_server(options: dict[str, Any]) -> None:
 async def our_hop_client(options: dict[str, Any]) -> None:
     """Sends a boundary tensor, waits for its gradient: one forward and backward hop."""
     from swarmtrain.codec import Direction, MessageContext, decode, make_encoder, parse_spec
-    from swarmtrain.net.errors import Refusal
+    from swarmtrain.p2p.errors import Refusal
     from swarmtrain.wire.messages import Done, Work
 
     async def refuse(message: Any, exchange: Any) -> Any:
@@ -89,20 +89,20 @@ async def our_hop_client(options: dict[str, Any]) -> None:
 
 async def our_reducer(options: dict[str, Any]) -> None:
     """One of several peers that reduce a gradient; every attempt is a new roster entry of the same peers."""
-    from swarmtrain.net.errors import Refusal
+    from swarmtrain.p2p.errors import Refusal
+    from swarmtrain.reduce.all_reduce import AllReduce
     from swarmtrain.reduce.partition import owned_elements
-    from swarmtrain.reduce.reduction import Reduction
-    from swarmtrain.wire.messages import Part, Prepare, RosterEntry
+    from swarmtrain.wire.messages import Prepare, ReduceShare, RosterEntry
 
-    reductions: dict[int, asyncio.Future[Reduction]] = {}
+    reductions: dict[int, asyncio.Future[AllReduce]] = {}
 
-    def reduction_of(attempt: int) -> asyncio.Future[Reduction]:
+    def all_reduce_of(attempt: int) -> asyncio.Future[AllReduce]:
         return reductions.setdefault(attempt, asyncio.get_running_loop().create_future())
 
     async def handle(part: Any, exchange: Any) -> Any:
-        if not isinstance(part, Part):
+        if not isinstance(part, ReduceShare):
             raise Refusal("unknown")
-        return await (await reduction_of(part.attempt)).take(part, exchange.peer_id)
+        return await (await all_reduce_of(part.attempt)).take(part, exchange.peer_id)
 
     host, node = await our_node(options, handle)
     # As a stage's sum of gradients is: on the grid of exact sums, and small.
@@ -117,8 +117,8 @@ async def our_reducer(options: dict[str, Any]) -> None:
         owned = owned_elements(options["size"], [(0.0, 0.0)] * len(peers))
         roster = tuple(RosterEntry(peer, "", b"\0\0\0\0", count) for peer, count in zip(peers, owned, strict=True))
         started = time.perf_counter()
-        reduction = Reduction(node, Prepare("bench", 0, 0, 0, command["attempt"], roster), share)
-        reduction_of(command["attempt"]).set_result(reduction)
+        reduction = AllReduce(node, Prepare("bench", 0, 0, 0, command["attempt"], roster), share)
+        all_reduce_of(command["attempt"]).set_result(reduction)
         await reduction.run(out, deadline_s=120.0)
         return {"seconds": time.perf_counter() - started, "sum": float(out.double().sum())}
 

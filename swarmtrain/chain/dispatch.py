@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from swarmtrain.chain.neighbours import Neighbours
-from swarmtrain.net.errors import CallRefused, CallTimeout, NetError, PeerUnreachable, Refusal
-from swarmtrain.net.host_errors import HostDownError
-from swarmtrain.net.node import Node
+from swarmtrain.p2p.errors import CallRefused, CallTimeout, NetError, PeerUnreachable, Refusal
+from swarmtrain.p2p.host_errors import HostDownError
 from swarmtrain.route.views import Pick
+from swarmtrain.rpc.node import Node
 from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Work
 from swarmtrain.wire.schema import Message
 
@@ -128,9 +128,9 @@ class Dispatcher:
                     sticky.refused = True
                     continue
                 last = f"{pick.peer_id[-8:]}: {refusal}"
-                is_gift = refusal.code == Code.ELSEWHERE and not work.is_given
+                is_gift = refusal.code == Code.REDIRECTED and not work.is_stolen
                 if is_gift:
-                    work, taker = replace(work, is_given=True), refusal.text
+                    work, taker = replace(work, is_stolen=True), refusal.text
                 if is_gift or refusal.code == Code.BUSY:
                     waited_s += loop.time() - sent_at
                 else:
@@ -189,7 +189,7 @@ class Dispatcher:
                     on_progress(item)
 
         self.counters.sent += 1
-        if request.is_given:
+        if request.is_stolen:
             self._given[watch] = peer_id
         try:
             call = self._node.call(peer_id, request, ends_at - started, progress, expect=Done)
@@ -220,7 +220,7 @@ class Dispatcher:
         self.counters.reroute(refused.code)
         if refused.code == Code.BUSY:
             self.neighbours.router.busy(peer_id, refused.retry_after_s or REST_S)
-        elif refused.code == Code.ELSEWHERE:
+        elif refused.code == Code.REDIRECTED:
             self.neighbours.router.busy(peer_id, REST_S)
         elif refused.code in _FINAL:
             self.neighbours.router.busy(peer_id, self._rest_s(peer_id))

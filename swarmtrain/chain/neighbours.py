@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmtrain import world
+from swarmtrain.directory.directory import Directory, Record
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.model.workload import workload_of
-from swarmtrain.net.directory import Directory, Record
-from swarmtrain.net.network import NetworkHost
-from swarmtrain.net.node import Node
-from swarmtrain.net.waiting import wait_event
+from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import LinkView, PeerView
+from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
+from swarmtrain.waiting import wait_event
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ FRESH_S = 3.0  # how often the directory is read while the stage has peers
 EAGER_S = 0.5  # and while it has none
 RECORD_LIFE_S = 50.0
 MAX_AMOUNT = 1e15  # of milliseconds, seconds, bytes per second
-MAX_COUNT = 1 << 53  # of steps, and seats, which begin at the clock's milliseconds
+MAX_COUNT = 1 << 53  # of steps, and assignments, which begin at the clock's milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class PeerRecord:
     relayed: bool
     addresses: tuple[str, ...]
     pinned: bool = False  # never moves to another stage
-    seat: int = 0  # rises with every move: of two records of one peer the higher one counts
+    assignment: int = 0  # rises with every move: of two records of one peer the higher one counts
     served_s: float = 0.0  # for how long it has been serving this stage
     download_s: float = 0.0  # what fetching this stage's state took
     down_bytes_per_s: float = 0.0
@@ -62,7 +62,7 @@ class PeerRecord:
             "r": self.relayed,
             "a": list(self.addresses),
             "p": self.pinned,
-            "v": self.seat,
+            "v": self.assignment,
             "n": round(self.served_s, 1),
             "d": round(self.download_s, 1),
             "w": round(self.down_bytes_per_s),
@@ -86,7 +86,7 @@ class PeerRecord:
                 relayed=_flag(value["r"]),
                 addresses=tuple(_text(address, 256) for address in _sequence(value["a"])[:16]),
                 pinned=_flag(value["p"]),
-                seat=_count(value["v"]),
+                assignment=_count(value["v"]),
                 served_s=_amount(value["n"]),
                 download_s=_amount(value["d"]),
                 down_bytes_per_s=_amount(value["w"]),

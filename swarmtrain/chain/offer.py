@@ -8,7 +8,7 @@ from swarmtrain import __version__
 from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.model.initial import token_table
 from swarmtrain.model.subspace import first_basis, tensor_digest
-from swarmtrain.net.identity import RunKey, verify
+from swarmtrain.p2p.identity import RunKey, verify
 from swarmtrain.run.invite import Invite, run_id_of
 from swarmtrain.run.manifest import Manifest, parse_manifest
 from swarmtrain.wire.messages import RunOffer

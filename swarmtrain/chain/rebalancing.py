@@ -90,12 +90,12 @@ def with_known_speeds(members: Iterable[Member]) -> list[Member]:
 
 
 def members_of(records: Sequence[Mapping[str, PeerRecord]], costs: Costs, now: float) -> list[Member]:
-    """The peers of all stages, from the records under each stage's topic; of two records of a peer the newer seat."""
+    """The peers of all stages, from the records under each stage's topic; the newer assignment of a peer wins."""
     newest: dict[str, tuple[int, Member]] = {}
     for stage, found in enumerate(records):
         for peer_id, record in found.items():
             known = newest.get(peer_id)
-            if known is not None and known[0] >= record.seat:
+            if known is not None and known[0] >= record.assignment:
                 continue
             member = Member(
                 peer_id=peer_id,
@@ -107,7 +107,7 @@ def members_of(records: Sequence[Mapping[str, PeerRecord]], costs: Costs, now: f
                 since=now - record.served_s,
                 last_download_s=record.download_s,
             )
-            newest[peer_id] = (record.seat, member)
+            newest[peer_id] = (record.assignment, member)
     return with_known_speeds(member for _, member in newest.values())
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from swarmtrain.model.buffers import StateLayout, as_bytes, chunk_digests, state_digest
-from swarmtrain.net.errors import NetError
-from swarmtrain.net.node import Node
+from swarmtrain.p2p.errors import NetError
+from swarmtrain.rpc.node import Node
 from swarmtrain.wire.messages import ChunkDigests, FetchDigests, FetchState, StateChunk
 
 log = logging.getLogger(__name__)

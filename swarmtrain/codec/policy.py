@@ -32,7 +32,7 @@ def is_critical(estimate: SendEstimate) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class StageReduction:
+class StageAllReduce:
     """What is expected of one stage at the end of a step, in seconds since the step began."""
 
     drained_s: float  # its last microbatch is done
@@ -40,7 +40,7 @@ class StageReduction:
     compressed_s: float  # and if compressed
 
 
-def stages_to_compress(stages: Sequence[StageReduction]) -> frozenset[int]:
+def stages_to_compress(stages: Sequence[StageAllReduce]) -> frozenset[int]:
     """The fewest stages whose compressed reduction lets the step end as early as it can.
 
     No plan ends before T = max over stages of the earlier of its two ends; compressing exactly the stages whose exact

@@ -1,4 +1,4 @@
-"""What a peer that shows a sign of life is told: serve, fetch a state first, wait, leave. Pure."""
+"""What a peer that shows a heartbeat is told: serve, fetch a state first, wait, leave. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swarmtrain.coordinator.members import Member, Members
-from swarmtrain.wire.messages import STALLED, Verdict
+from swarmtrain.wire.messages import STALLED, Directive
 
 MAX_SERVING = 3840  # of one stage: a roster holds 4,096, and newcomers that listen are in it too
-MAX_DONORS = 16  # named to one newcomer: more would not make its line faster, and a verdict must stay small
+MAX_DONORS = 16  # named to one newcomer: more would not make its line faster, and a directive must stay small
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class StateOffer:
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict, its reason, and for SYNC what to fetch."""
+    """The directive, its reason, and for SYNC what to fetch."""
 
-    verdict: Verdict
+    directive: Directive
     reason: str
     offer: StateOffer | None = None
 
@@ -44,7 +44,7 @@ class StageBook:
 
 
 def some_donors(donors: tuple[str, ...], rng: random.Random) -> tuple[str, ...]:
-    """Whom to name in one verdict. Others in the next one: the load is spread, and the dead are not all there is."""
+    """Whom to name in one directive. Others in the next one: the load is spread, and the dead are not all there is."""
     return donors if len(donors) <= MAX_DONORS else tuple(rng.sample(donors, MAX_DONORS))
 
 
@@ -82,21 +82,21 @@ def judge(member: Member, members: Members, run: Standing, book: StageBook) -> A
     """What `member` should do."""
     step, decided = run.step, run.decided
     if run.is_over:
-        return Answer(Verdict.LEAVE, "the run is complete")
+        return Answer(Directive.LEAVE, "the run is complete")
     if member.must_sync:
-        return Answer(Verdict.WAIT, "it has missed something that the others have")
+        return Answer(Directive.WAIT, "it has missed something that the others have")
     if member.state == STALLED:  # it drops what it has and comes back, unless the run cannot do without it
         is_alone = not servers(members, member.stage, step)
-        return Answer(Verdict.SERVE if is_alone else Verdict.WAIT, "its device does not answer")
+        return Answer(Directive.SERVE if is_alone else Directive.WAIT, "its device does not answer")
     if member.excluded_at is not None and step <= member.excluded_at and servers(members, member.stage, step):
-        return Answer(Verdict.WAIT, "this step is done without it")  # else it would fail where it has failed before
+        return Answer(Directive.WAIT, "this step is done without it")  # else it would fail where it has failed before
     if members.num_admitted(member.stage) - member.was_admitted >= MAX_SERVING:
-        return Answer(Verdict.WAIT, "its stage has as many peers as a reduction can hold: it waits as a spare")
+        return Answer(Directive.WAIT, "its stage has as many peers as a reduction can hold: it waits as a spare")
     if has_state(member, step, book) and (member.state == "serving" or run.holds(member)):
-        return Answer(Verdict.SERVE, "")
+        return Answer(Directive.SERVE, "")
     is_near = member.step == decided == step - 1 or member.step - 1 == decided == step
     if is_near and member.state == "serving":
-        return Answer(Verdict.SERVE, "")  # its apply is under way, or done before the others'
+        return Answer(Directive.SERVE, "")  # its apply is under way, or done before the others'
     return _judge_newcomer(member, members, run, book)
 
 
@@ -111,28 +111,28 @@ def has_state(member: Member, step: int, book: StageBook) -> bool:
 def _judge_newcomer(member: Member, members: Members, run: Standing, book: StageBook) -> Answer:
     step = run.step
     if step == 0 and not run.is_applying:
-        return Answer(Verdict.SYNC, "the first state follows from the seed", StateOffer(0, "", ()))
+        return Answer(Directive.SYNC, "the first state follows from the seed", StateOffer(0, "", ()))
     if member.listening_from is not None:
         snapshot = book.snapshot
         is_other = snapshot is not None and member.step == snapshot.step and member.state_digest != snapshot.digest
         if member.step >= member.listening_from and not is_other:  # another one is of a history that was taken back
-            return Answer(Verdict.WAIT, "catching up")  # also when somebody else was given a newer state meanwhile
+            return Answer(Directive.WAIT, "catching up")  # also when somebody else was given a newer state meanwhile
         if snapshot is not None and member.listening_from <= snapshot.step:
-            return Answer(Verdict.SYNC, "", snapshot)
+            return Answer(Directive.SYNC, "", snapshot)
     if run.is_applying:
         holders = members.of_stage(member.stage, "serving", "draining", "paused")
         is_held = any(run.holds(holder) for holder in holders)
-        return Answer(Verdict.WAIT, f"step {step} is being applied" if is_held else _nobody_has(member.stage, step))
+        return Answer(Directive.WAIT, f"step {step} is being applied" if is_held else _nobody_has(member.stage, step))
     if book.checkpoint is not None and book.checkpoint.step == step:
-        return Answer(Verdict.SYNC, "", book.checkpoint)
+        return Answer(Directive.SYNC, "", book.checkpoint)
     if servers(members, member.stage, step):
-        return Answer(Verdict.WAIT, "a state to fetch is being prepared")
+        return Answer(Directive.WAIT, "a state to fetch is being prepared")
     resting = [m for m in members.of_stage(member.stage, "paused", "draining") if has_state(m, step, book)]
     if resting:  # the step stands still until somebody serves, so there will be no snapshot to wait for
         digests = sorted(m.state_digest for m in resting)
         digest = book.digest or max(digests, key=digests.count)
-        return Answer(Verdict.SYNC, "", StateOffer(step, digest, tuple(m.peer_id for m in resting)))
-    return Answer(Verdict.WAIT, _nobody_has(member.stage, step))
+        return Answer(Directive.SYNC, "", StateOffer(step, digest, tuple(m.peer_id for m in resting)))
+    return Answer(Directive.WAIT, _nobody_has(member.stage, step))
 
 
 def _nobody_has(stage: int, step: int) -> str:

@@ -15,8 +15,8 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.journal import Decision
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.prepare import PreparedStage
-from swarmtrain.net.errors import CallRefused, NetError
 from swarmtrain.observe.events import PeerDiverged
+from swarmtrain.p2p.errors import CallRefused, NetError
 from swarmtrain.wire.messages import Acknowledged, Applied, Apply, Code, Prepared, Resync
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Applies:
     def tell(self, member: Member) -> None:
         """A peer has shown up. If it is just before the last decision, tell it (again); if just after, take note.
 
-        An answer may have been lost with its link: then a sign of life is the only word that the peer has applied. Only
+        An answer may have been lost with its link: then a heartbeat is the only word that the peer has applied. Only
         of who held the sum: others may have the step's number from a history that was rolled back, and another state.
         """
         decided = self._context.decided
@@ -96,8 +96,8 @@ class Applies:
                 if keep:
                     keepers[stage.stage].append(member.peer_id)
                 tasks.append(context.in_background(self._apply_at(member, decision, keep=keep)))
-            for member, hearing in stage.listeners:
-                context.in_background(self._follow(member, hearing, stage, decision))
+            for member, listener in stage.listeners:
+                context.in_background(self._follow(member, listener, stage, decision))
         await asyncio.wait(tasks, timeout=APPLY_GRACE_S)
         await context.wait_for(lambda: all(self._answers))
         answers = [dict(found) for found in self._answers]
@@ -132,11 +132,11 @@ class Applies:
         return any(m.listening_from is None for m in waiting)
 
     async def _follow(
-        self, member: Member, hearing: asyncio.Task[object], stage: PreparedStage, decision: Decision
+        self, member: Member, listener: asyncio.Task[object], stage: PreparedStage, decision: Decision
     ) -> None:
         """A newcomer that heard the reduction hears the decision; one that missed it needs a later state."""
         term = self._context.term
-        answer = await hearing
+        answer = await listener
         if self._context.term != term:
             return  # the run was rolled back meanwhile
         try:
@@ -159,7 +159,7 @@ class Applies:
             return
         except NetError as error:
             log.info("%s did not apply step %d: %s", member.peer_id[-8:], decision.step, error)
-            return  # told again at its next sign of life, or lost when there is none
+            return  # told again at its next heartbeat, or lost when there is none
         finally:
             self._under_way.discard(member.key)
         await self._applied(member, decision, applied)
@@ -218,7 +218,7 @@ class Applies:
     async def _diverged(self, peer_id: str, stage: int, step: int) -> None:
         """Nothing of the next step may go through this peer: what it computes would be in other stages' gradients.
 
-        Who does not answer is told at its next sign of life.
+        Who does not answer is told at its next heartbeat.
         """
         context, reason = self._context, "its state differs from the others'"
         context.events.emit(PeerDiverged(peer_id, stage, step))

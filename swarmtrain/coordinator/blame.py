@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from swarmtrain.coordinator.members import Member
-from swarmtrain.net.errors import CallRefused, NetError
+from swarmtrain.p2p.errors import CallRefused, NetError
 from swarmtrain.wire.messages import Prepared, Unprepared
 
 MAX_STRIKES = 2

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from swarmtrain.chain.state_transfer import Download, SyncFailed
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.model.buffers import StateLayout
-from swarmtrain.net.errors import NetError
+from swarmtrain.p2p.errors import NetError
 from swarmtrain.wire.messages import FetchState, StateChunk
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.loaded_stages import LoadedStages
 from swarmtrain.errors import HardwareError, StorageError
 from swarmtrain.model.buffers import StateLayout
-from swarmtrain.net.errors import Refusal
 from swarmtrain.observe.events import CheckpointFailed, CheckpointWritten
 from swarmtrain.observe.faults import Point
+from swarmtrain.p2p.errors import Refusal
 from swarmtrain.reduce.coding import gradient_spec
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import ChunkDigests, Code, FetchDigests, FetchState, StateChunk

@@ -13,14 +13,14 @@ from swarmtrain.coordinator.admission import StageBook, Standing
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member, Members
-from swarmtrain.coordinator.rivals import Known
+from swarmtrain.coordinator.split_brain import Known
 from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
-from swarmtrain.net.calls import OnProgress
-from swarmtrain.net.host_errors import HostDownError
-from swarmtrain.net.node import Node
 from swarmtrain.observe.events import Events, PeerLost
 from swarmtrain.observe.faults import Faults
+from swarmtrain.p2p.host_errors import HostDownError
+from swarmtrain.rpc.calls import OnProgress
+from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.schema import Message
 

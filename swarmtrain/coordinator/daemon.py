@@ -28,30 +28,30 @@ from swarmtrain.coordinator.apply import Applies
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.election import elected, electorate
-from swarmtrain.coordinator.enrolment import Enrolment
+from swarmtrain.coordinator.heartbeats import Heartbeats
 from swarmtrain.coordinator.journal import DATA_DIGEST, Journal
 from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
-from swarmtrain.coordinator.rivals import Known, check_running, next_term
 from swarmtrain.coordinator.run import Run
+from swarmtrain.coordinator.split_brain import Known, check_running, next_term
 from swarmtrain.coordinator.web import page_routes
 from swarmtrain.data.files import atomic_write
 from swarmtrain.data.sampler import Sampler
+from swarmtrain.directory.directory import Directory, DirectoryOptions, TopicRule
 from swarmtrain.errors import StorageError, SwarmtrainError
 from swarmtrain.machine import Machine, ThisMachine
-from swarmtrain.net.directory import Directory, DirectoryOptions, TopicRule
-from swarmtrain.net.errors import LinkClosed, NetError, Refusal
-from swarmtrain.net.exchange import Exchange
-from swarmtrain.net.host_options import HostOptions
-from swarmtrain.net.identity import RunKey
-from swarmtrain.net.network import NetworkHost
-from swarmtrain.net.node import Node
 from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.status import MAX_POINTS
+from swarmtrain.p2p.errors import LinkClosed, NetError, Refusal
+from swarmtrain.p2p.host_options import HostOptions
+from swarmtrain.p2p.identity import RunKey
+from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.reduce.coding import gradient_spec
+from swarmtrain.rpc.exchange import Exchange
+from swarmtrain.rpc.node import Node
 from swarmtrain.run.invite import Invite, run_id_of
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import (
@@ -59,10 +59,10 @@ from swarmtrain.wire.messages import (
     Acknowledged,
     AskMove,
     Code,
-    Enroll,
     FetchDigests,
     FetchRun,
     FetchState,
+    Heartbeat,
     Leave,
     SeekStage,
 )
@@ -133,7 +133,7 @@ class CoordinatorDaemon:
                 helpers = [
                     tasks.create_task(self._announce(directory, host)),
                     tasks.create_task(self._watch_journal()),
-                    tasks.create_task(self.enrolment.watch()),
+                    tasks.create_task(self.heartbeats.watch()),
                     tasks.create_task(self._observed.watch()),
                 ]
                 try:
@@ -232,7 +232,7 @@ class CoordinatorDaemon:
         )
         self._resume()
         applies = Applies(self.context)
-        self.enrolment = Enrolment(self.context, applies.tell)
+        self.heartbeats = Heartbeats(self.context, applies.tell)
         self.moves = Moves(self.context, self.options.moves)
         self.progress = Run(self.context, self.checkpoints, applies, min_peers=self.options.min_peers)
         self._offer = make_offer(manifest, self._key)
@@ -284,8 +284,8 @@ class CoordinatorDaemon:
             if message.run != self.run_id:
                 raise Refusal(Code.WRONG_RUN, f"this is run {self.run_id}")
             return self._offer
-        if isinstance(message, Enroll):
-            return await self.enrolment.enroll(message, exchange.peer_id)
+        if isinstance(message, Heartbeat):
+            return await self.heartbeats.heartbeat(message, exchange.peer_id)
         if isinstance(message, SeekStage):
             return await self.moves.seek(message, exchange.peer_id)
         if isinstance(message, AskMove):

@@ -12,9 +12,9 @@ from swarmtrain.coordinator.books import ReplayPlan, StepBooks
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.sizes import id_type
-from swarmtrain.net.errors import NetError, Refusal
-from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.observe.events import WorkReplayed
+from swarmtrain.p2p.errors import NetError, Refusal
+from swarmtrain.p2p.host_errors import HostDownError
 from swarmtrain.route.window import InFlightWindow, LeaseDeadlines, stepwise
 from swarmtrain.run.schedule import mean_loss
 from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
@@ -27,7 +27,7 @@ MIN_IN_FLIGHT = 4
 REPAIR_PAUSE_S = 0.3  # between rounds of repair
 
 
-class Room:
+class ResizableSemaphore:
     """Lets so many in at once; how many, may change meanwhile."""
 
     def __init__(self, size: Callable[[], int]) -> None:
@@ -59,7 +59,7 @@ class Leases:
 
     async def run(self, step: int, books: StepBooks) -> None:
         """Lease all microbatches of `step`; returns when each has been answered."""
-        room = Room(self.window)
+        room = ResizableSemaphore(self.window)
 
         async def one(microbatch: int) -> None:
             try:

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from swarmtrain.route.views import MIN_RATE
-from swarmtrain.wire.messages import Enroll, Hop
+from swarmtrain.wire.messages import Heartbeat, Hop
 
-SILENT_S = 10.0  # a peer that has not shown a sign of life for so long is lost
+SILENT_S = 10.0  # a peer that has not shown a heartbeat for so long is lost
 METRICS_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,64}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 _FOLLOWS = ("joining", "syncing", "serving")  # in these states a peer may apply a step before it has spoken again
 MAX_EXCLUDED = 4096  # how many are remembered; an older one that comes back is judged by its state alone
@@ -30,15 +30,15 @@ class Member:
     backward_ms: float
     name: str
     seen_at: float
-    seat: int = 0
-    listening_from: int | None = None  # first step whose reduced gradient a newcomer has been hearing
+    assignment: int = 0
+    listening_from: int | None = None  # first step whose reduced gradient a newcomer has been listener
     metrics: str = ""  # HOST:PORT of its metrics
     spent: tuple[float, ...] = ()  # seconds: compute, reduce, queue, wire, idle
     excluded_at: int | None = None  # it had been given up at this step, and was not told to serve since then
     was_admitted: bool = False  # it was told to serve; that it does may be heard from others first
     down_bytes_per_s: float = 0.0
-    state_term: int = 0  # in which it came to its state, as its last sign of life said
-    doubted_at: float | None = None  # its link broke then, and it has shown no sign of life since
+    state_term: int = 0  # in which it came to its state, as its last heartbeat said
+    doubted_at: float | None = None  # its link broke then, and it has shown no heartbeat since
 
     @property
     def must_sync(self) -> bool:
@@ -74,8 +74,8 @@ class Members:
         self._admitted: dict[int, set[str]] = {}  # by stage; as `was_admitted` says
         self._excluded: OrderedDict[tuple[str, str], int] = OrderedDict()  # the step; until they are told to serve
 
-    def enroll(self, peer_id: str, sign: Enroll, now: float) -> Member | None:
-        """Note a sign of life. Returns the former incarnation if the peer has restarted."""
+    def heartbeat(self, peer_id: str, sign: Heartbeat, now: float) -> Member | None:
+        """Note a heartbeat. Returns the former incarnation if the peer has restarted."""
         former = self._by_peer.get(peer_id)
         self._disown(former)
         is_same = former is not None and (former.incarnation, former.stage) == (sign.incarnation, sign.stage)
@@ -99,7 +99,7 @@ class Members:
             backward_ms=sign.backward_ms,
             name=sign.name,
             seen_at=now,
-            seat=sign.seat,
+            assignment=sign.assignment,
             listening_from=former.listening_from if former is not None and is_same and is_waiting else None,
             metrics=sign.metrics if METRICS_ADDRESS.fullmatch(sign.metrics) else "",
             spent=sign.spent,
@@ -142,7 +142,7 @@ class Members:
         return sorted(found, key=lambda member: member.peer_id)
 
     def num_admitted(self, stage: int) -> int:
-        """How many peers of a stage were told to serve at their last sign of life."""
+        """How many peers of a stage were told to serve at their last heartbeat."""
         return len(self._admitted.get(stage, ()))
 
     def everybody(self) -> list[Member]:
@@ -171,7 +171,7 @@ class Members:
             self._by_peer[key[0]] = replace(member, listening_from=None)
 
     def forget_steps(self) -> None:
-        """The run was rolled back: no state counts until its peer's next sign of life, and nobody is left out."""
+        """The run was rolled back: no state counts until its peer's next heartbeat, and nobody is left out."""
         self._excluded.clear()
         self._admitted.clear()
         for member in self.everybody():
@@ -196,16 +196,16 @@ class Members:
         return member
 
     def doubt(self, peer_id: str, now: float) -> None:
-        """The link to a peer broke: it may be gone. Its next sign of life takes that back."""
+        """The link to a peer broke: it may be gone. Its next heartbeat takes that back."""
         member = self._by_peer.get(peer_id)
         if member is not None and member.doubted_at is None:
             self._by_peer[peer_id] = replace(member, doubted_at=now)
 
     def excuse(self, seconds: float) -> None:
-        """Signs of life could not be heard for so long."""
+        """Heartbeats could not be heard for so long."""
         for member in self.everybody():
             self._by_peer[member.peer_id] = replace(member, seen_at=member.seen_at + seconds)
 
     def silent(self, now: float, limit_s: float = SILENT_S) -> list[Member]:
-        """Peers without a sign of life."""
+        """Peers without a heartbeat."""
         return [member for member in self._by_peer.values() if now - member.seen_at > limit_s]

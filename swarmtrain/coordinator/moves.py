@@ -10,9 +10,9 @@ import asyncio
 
 from swarmtrain.chain.rebalancing import Costs, MoveRules, with_known_speeds
 from swarmtrain.coordinator.context import RunContext
-from swarmtrain.coordinator.members import Member as Enrolled
-from swarmtrain.net.errors import Refusal
+from swarmtrain.coordinator.members import Member as Verdict
 from swarmtrain.observe.events import MoveGranted, MoveRefused
+from swarmtrain.p2p.errors import Refusal
 from swarmtrain.route.moves import LeaveRequest, MoveArbiter
 from swarmtrain.route.rebalance import Member, stage_capacities
 from swarmtrain.route.views import narrower
@@ -56,7 +56,7 @@ class Moves:
             return MoveAnswered(False, "the run is complete")
         now = asyncio.get_running_loop().time()
         self._tell_arbiter(now)
-        answer = self._arbiter.request(LeaveRequest(peer_id, message.seat, message.source, message.target))
+        answer = self._arbiter.request(LeaveRequest(peer_id, message.assignment, message.source, message.target))
         if answer.granted:
             self._moving[peer_id] = (message.target, now + RESERVED_S)
             self._context.events.emit(MoveGranted(peer_id, message.source, message.target))
@@ -78,15 +78,15 @@ class Moves:
         """The arbiter learns who serves and who is gone; a mover on its way is neither."""
         members = self._context.members
         for member in with_known_speeds(self._as_member(item) for item in members.everybody()):
-            enrolled = members.get(member.peer_id)
-            if enrolled is not None and member.state == "serving":
-                self._arbiter.serving(member, enrolled.seat)
+            verdict = members.get(member.peer_id)
+            if verdict is not None and member.state == "serving":
+                self._arbiter.serving(member, verdict.assignment)
                 if self._moving.get(member.peer_id, (-1, 0.0))[0] == member.stage:
                     self._moving.pop(member.peer_id)
         self._moving = {peer_id: item for peer_id, item in self._moving.items() if item[1] > now}
         for peer_id in self._arbiter.known():
-            enrolled = members.get(peer_id)
-            is_serving = enrolled is not None and enrolled.state == "serving"
+            verdict = members.get(peer_id)
+            is_serving = verdict is not None and verdict.state == "serving"
             if not is_serving and peer_id not in self._moving:
                 self._arbiter.gone(peer_id)
 
@@ -103,7 +103,7 @@ class Moves:
         members.pop(without, None)
         return with_known_speeds(members.values())
 
-    def _as_member(self, item: Enrolled) -> Member:
+    def _as_member(self, item: Verdict) -> Member:
         return Member(
             peer_id=item.peer_id,
             stage=item.stage,

@@ -14,10 +14,10 @@ from swarmtrain import world
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
-from swarmtrain.net.errors import LinkClosed
 from swarmtrain.observe.events import PeerDoubted
 from swarmtrain.observe.keeper import RerouteNews, StatusKeeper
 from swarmtrain.observe.split import Part
+from swarmtrain.p2p.errors import LinkClosed
 
 WATCH_S = 1.0
 MAX_CONTRIBUTORS = 200

@@ -17,13 +17,13 @@ from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.model.buffers import StateLayout
-from swarmtrain.net.calls import OnProgress
-from swarmtrain.net.errors import CallRefused, CallTimeout, LinkClosed, NetError, PeerSilent
-from swarmtrain.net.host_errors import HostDownError
 from swarmtrain.observe.events import PrepareFailed, StagePrepared
+from swarmtrain.p2p.errors import CallRefused, CallTimeout, LinkClosed, NetError, PeerSilent
+from swarmtrain.p2p.host_errors import HostDownError
 from swarmtrain.reduce.coding import stage_elements
 from swarmtrain.reduce.partition import owned_elements
 from swarmtrain.reduce.selective import StageCompression
+from swarmtrain.rpc.calls import OnProgress
 from swarmtrain.wire.messages import Code, Prepare, Prepared, Preparing, RosterEntry, Unprepared
 from swarmtrain.wire.schema import Message
 
@@ -298,7 +298,7 @@ class Preparer:
                 if answer.code in (Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
                     await context.lose(member, f"cannot take part in step {request.step}: {answer.code}")
             elif not isinstance(answer, HostDownError):  # that is nobody's fault but this host's
-                # Who only says nothing would be back with its next sign of life, and cost as much in every step. Unless
+                # Who only says nothing would be back with its next heartbeat, and cost as much in every step. Unless
                 # nobody else has the state: then there is nothing to be done without it.
                 others = [m for m in servers(context.members, member.stage, context.step) if m.key != member.key]
                 must_sync = isinstance(answer, CallTimeout) and bool(others)

@@ -47,7 +47,7 @@ class Workload:
         """Stage costs relative to their mean."""
         return tuple(stage.tflop / self.mean_tflop for stage in self.stages)
 
-    def reduction_bytes(self, stage: int) -> float:
+    def all_reduce_bytes(self, stage: int) -> float:
         """What one peer sends, and about as much receives, when its stage's gradient is reduced: fp64 out, fp32 back.
 
         Every peer sends its share of the others' pieces (8 bytes a number) and the sum of its own piece to all

@@ -37,7 +37,7 @@ class PeerFacts:
     step: int
     coordinator_silent_s: float = 0.0
     contact_limit_s: float = 10.0  # silence after which its work may not be counted any more
-    word: Word = field(default_factory=Word)  # the coordinator's, with its last verdict
+    word: Word = field(default_factory=Word)  # the coordinator's, with its last directive
     sync_text: str = ""
     is_computing: bool = False
     num_open: int = 0  # microbatches that it has taken and not answered

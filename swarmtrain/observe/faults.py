@@ -30,7 +30,7 @@ class Point(StrEnum):
     AFTER_FORWARD = "after-forward"  # nobody else knows of it yet
     BEFORE_BACKWARD = "before-backward"  # the next stage has answered (the last stage has no such moment)
     BEFORE_ANSWER = "before-answer"  # the microbatch is in the sum, the caller has no answer
-    IN_GIFT = "in-gift"  # work is given away, neither its caller nor the one that asked knows of it
+    IN_STEAL = "in-gift"  # work is given away, neither its caller nor the one that asked knows of it
     GIVEN_WORK = "given-work"  # what another peer of the stage gave away is here
     IN_PREPARE = "in-prepare"  # the share is made, nothing was sent
     BEFORE_APPLY = "before-apply"  # prepared, the decision has arrived

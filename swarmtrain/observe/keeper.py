@@ -10,7 +10,7 @@ from swarmtrain import world
 from swarmtrain.observe.events import CallsRerouted, Event, StepApplied
 from swarmtrain.observe.status import Point, Status, apply, with_point
 
-_USUAL = frozenset({"busy", "elsewhere"})  # refusals that belong to normal operation: counted, but no news
+_USUAL = frozenset({"busy", "redirected"})  # refusals that belong to normal operation: counted, but no news
 
 
 class StatusKeeper:

@@ -193,7 +193,7 @@ def _stages(snapshot: Snapshot) -> Iterator[Metric]:
     labels = [({"peer": peer["peer"], "stage": str(peer["stage"])}, peer) for peer in known]
     yield counter("run_peer_microbatches", "Microbatches counted for a peer that is there.",
                   *((names, peer["microbatches"]) for names, peer in labels))  # fmt: skip
-    yield gauge("run_peer_silence_seconds", "Time since the last sign of life.",
+    yield gauge("run_peer_silence_seconds", "Time since the last heartbeat.",
                 *((names, peer["silent_s"]) for names, peer in labels))  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What the coordinator tells a serving peer in the reason of its verdict: why there may be no work for it.
+"""What the coordinator tells a serving peer in the reason of its directive: why there may be no work for it.
 
 Both ends of that sentence are here. A sentence that is not understood is only shown.
 """

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Sequence
 
 from swarmtrain.chain.neighbours import PeerRecord, stage_topic
+from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.net.directory import Directory
-from swarmtrain.net.network import NetworkHost
+from swarmtrain.p2p.network import NetworkHost
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext
+from swarmtrain.reduce.all_reduce import AllReduce, Lane
 from swarmtrain.reduce.coding import Reduced, factor_pieces, left_pieces
-from swarmtrain.reduce.reduction import Lane, Reduction
 from swarmtrain.wire.messages import Prepare, Preparing, RosterEntry
 
 MAX_NAMED = 16  # peers in one report: more is no news
@@ -26,7 +26,7 @@ class Attempt:
 
     def __init__(self, context: PeerContext, prepare: Prepare, share: Tensor | None) -> None:
         self._context, self.prepare, self._share = context, prepare, share
-        self._lanes: dict[Lane, Reduction] = {}
+        self._lanes: dict[Lane, AllReduce] = {}
         self._changed = asyncio.Condition()
         self._is_closed = False
         self.is_finished = False
@@ -61,7 +61,7 @@ class Attempt:
     def _received_bytes(self) -> int:
         return sum(self._context.node.received_bytes(peer_id) for peer_id in self._others)
 
-    async def lane(self, lane: Lane) -> Reduction | None:
+    async def lane(self, lane: Lane) -> AllReduce | None:
         """The reduction of a lane, as soon as this peer has begun it; None if it never will."""
         async with self._changed:
             await self._changed.wait_for(lambda: lane in self._lanes or self._is_closed)
@@ -83,7 +83,7 @@ class Attempt:
             self._changed.notify_all()
 
     async def run(self) -> Reduced:
-        """The stage's reduced gradient. Raises ReductionFailed."""
+        """The stage's reduced gradient. Raises AllReduceFailed."""
         layout, own_start = self._context.jobs.coder.layout, self._num_fused
         gradient = torch.empty(layout.gradient_size, dtype=torch.float32)
         own = None if self._share is None else self._share[own_start:]
@@ -104,14 +104,14 @@ class Attempt:
 
     async def _run_stage(self, own: Tensor | None, gradient: Tensor) -> Reduced:
         form, commit = self._context.jobs.coder.sliced(compress=self.prepare.compress)
-        reduction = Reduction(self._context.node, self.prepare, own, form=form)
+        reduction = AllReduce(self._context.node, self.prepare, own, form=form)
         await self._begin(reduction)
         await reduction.run(gradient[self._num_fused :])
         return Reduced(gradient, commit)
 
     async def _run_fused(self, both: Tensor | None, out: Tensor) -> None:
         roster: Sequence[RosterEntry] = self.prepare.fused
-        reduction = Reduction(self._context.node, self.prepare, both, lane=Lane.FUSED, roster=roster)
+        reduction = AllReduce(self._context.node, self.prepare, both, lane=Lane.FUSED, roster=roster)
         await self._begin(reduction)
         await reduction.run(out)
 
@@ -123,19 +123,19 @@ class Attempt:
         share = (await context.compute.run(Kind.STEP, _STEP_JOB, factors.left)).value
         owned = [entry.owned for entry in self.prepare.roster]
         pieces = left_pieces(coder.layout, owned)
-        first = Reduction(node, self.prepare, share, lane=Lane.LEFT, pieces=pieces, form=factors.left_form)
+        first = AllReduce(node, self.prepare, share, lane=Lane.LEFT, pieces=pieces, form=factors.left_form)
         await self._begin(first)
         left = torch.empty(pieces[-1].stop)
         await first.run(left)
         vector = (await context.compute.run(Kind.STEP, _STEP_JOB, lambda: factors.vector(left))).value
         pieces = factor_pieces(coder.layout, owned)
-        second = Reduction(node, self.prepare, vector, pieces=pieces, form=factors.form)
+        second = AllReduce(node, self.prepare, vector, pieces=pieces, form=factors.form)
         await self._begin(second)
         total = torch.empty(second.pieces[-1].stop)
         await second.run(total)
         return (await context.compute.run(Kind.STEP, _STEP_JOB, lambda: factors.reduced(left, total))).value
 
-    async def _begin(self, reduction: Reduction) -> None:
+    async def _begin(self, reduction: AllReduce) -> None:
         async with self._changed:
             self._lanes[reduction.lane] = reduction
             self._changed.notify_all()

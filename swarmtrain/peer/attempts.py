@@ -8,8 +8,8 @@ from typing import Any
 
 from swarmtrain.peer.attempt import Attempt
 from swarmtrain.peer.context import PeerContext, PeerState
-from swarmtrain.peer.hearing import Hearing
-from swarmtrain.wire.messages import Code, Part, Prepare, Prepared, Unprepared
+from swarmtrain.peer.listener import Listener
+from swarmtrain.wire.messages import Code, Prepare, Prepared, ReduceShare, Unprepared
 
 PART_WAIT_S = 30.0  # how long a share waits for this peer's own prepare; then until its share is computed
 MAX_PAST = 3  # finished reductions that are kept for newcomers who are still receiving them
@@ -21,8 +21,8 @@ Work = Callable[[Prepare], Coroutine[Any, Any, Prepared | Unprepared]]
 class Attempts:
     """The attempt under way, and finished ones of which somebody may still be receiving."""
 
-    def __init__(self, context: PeerContext, hearing: Hearing) -> None:
-        self._context, self._hearing = context, hearing
+    def __init__(self, context: PeerContext, listener: Listener) -> None:
+        self._context, self._listener = context, listener
         self._newest = _NO_ATTEMPT  # term, step, attempt
         self._task: asyncio.Task[Prepared | Unprepared] | None = None
         self._beginning = asyncio.Lock()  # held while one attempt replaces another
@@ -39,7 +39,7 @@ class Attempts:
             if context.state is PeerState.SYNCING:
                 raise context.refuse(Code.BEHIND, "this peer begins to fetch its state", retry_after_s=0.5)
             if wanted > self._newest or self._task is None:
-                self._hearing.drop()  # it is one of the others now
+                self._listener.drop()  # it is one of the others now
                 await self._end(next_step=prepare.step)
                 async with self._changed:
                     self._newest = wanted
@@ -53,7 +53,7 @@ class Attempts:
             self._reducing = attempt
             self._changed.notify_all()
 
-    async def of(self, part: Part) -> Attempt:
+    async def of(self, part: ReduceShare) -> Attempt:
         """The attempt that a part belongs to: a kept one, or the one that begins soon. Refuses others."""
         context, wanted = self._context, (part.term, part.step, part.attempt)
         attempt = self._past.get(wanted)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from swarmtrain.model.buffers import as_bytes
 from swarmtrain.model.subspace import tensor_digest
-from swarmtrain.net.errors import NetError
-from swarmtrain.net.exchange import Exchange
+from swarmtrain.p2p.errors import NetError
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext
+from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.messages import Apply, Basis, Code, FetchBasis
 
 FETCH_S = 30.0

@@ -10,11 +10,10 @@ import torch
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.codec.samples import SampleStore
+from swarmtrain.directory.directory import Directory
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
-from swarmtrain.net.directory import Directory
-from swarmtrain.net.network import NetworkHost
-from swarmtrain.net.node import Node
+from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.peer.acquaintance import Acquaintance
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext
@@ -22,6 +21,7 @@ from swarmtrain.peer.coordinator_link import CoordinatorLink
 from swarmtrain.peer.jobs import StageJobs
 from swarmtrain.peer.options import Fit, PeerOptions
 from swarmtrain.route.router import SHARING_POLICIES
+from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
 
 MAX_LEDGER_BYTES = 4 << 30

@@ -10,15 +10,15 @@ from enum import StrEnum
 from typing import Protocol
 
 from swarmtrain.chain.dispatch import Dispatcher
-from swarmtrain.net.errors import Refusal
-from swarmtrain.net.node import Node
 from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.split import MicrobatchTimes
 from swarmtrain.observe.word import Word
+from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.device import DeviceWatch
 from swarmtrain.peer.jobs import StageJobs
 from swarmtrain.peer.ledger import Ledger
+from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, Hop
 

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from swarmtrain.chain.claim import Claim
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, RunRefused, checked_offer
 from swarmtrain.chain.rebalancing import MoveRules
+from swarmtrain.directory.directory import Directory, TopicRule
 from swarmtrain.errors import ExitCode, SwarmtrainError
-from swarmtrain.net.directory import Directory, TopicRule
-from swarmtrain.net.errors import CallRefused, NetError, Refusal
-from swarmtrain.net.network import NetworkHost
-from swarmtrain.net.node import Node
+from swarmtrain.p2p.errors import CallRefused, NetError, Refusal
+from swarmtrain.p2p.network import NetworkHost
+from swarmtrain.rpc.node import Node
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, FetchRun, RunOffer, SeekStage, StageFound

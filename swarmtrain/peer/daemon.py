@@ -2,7 +2,7 @@
 
 One process: the event loop owns the network and all state, one compute thread owns the tensors, and the only child is
 libp2p's own daemon. What the peer does with a message is in microbatch.py and steps.py, its life with the coordinator
-in enrolling.py; this file is its way in and out.
+in heartbeats.py; this file is its way in and out.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from functools import partial
 from typing import Any, TypeVar
 
 from swarmtrain import world
+from swarmtrain.directory.directory import Directory, DirectoryOptions
 from swarmtrain.machine import Machine, ThisMachine
-from swarmtrain.net.directory import Directory, DirectoryOptions
-from swarmtrain.net.errors import Refusal
-from swarmtrain.net.exchange import Exchange
-from swarmtrain.net.host_options import HostOptions
-from swarmtrain.net.limiter import RateLimiter
-from swarmtrain.net.network import NetworkHost
-from swarmtrain.net.node import Node
 from swarmtrain.observe.events import Events, PeerEnded, PhaseReached
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.service import peer_routes
+from swarmtrain.p2p.errors import Refusal
+from swarmtrain.p2p.host_options import HostOptions
+from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.peer.announcing import Announcing
+from swarmtrain.peer.assignment import Assignment
 from swarmtrain.peer.building import build_context
 from swarmtrain.peer.compute import Stopped
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.control import control_commands
 from swarmtrain.peer.coordinator_link import CoordinatorLink, directory_rules
-from swarmtrain.peer.enrolling import Enrolling
+from swarmtrain.peer.heartbeats import HeartbeatLoop
 from swarmtrain.peer.microbatch import Microbatches
 from swarmtrain.peer.moving import Moving
 from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import AUTO, PeerOptions, check_fit, fitting_stages
 from swarmtrain.peer.patience import Patience
-from swarmtrain.peer.seat import Seat
 from swarmtrain.peer.steps import Steps
 from swarmtrain.peer.syncing import Syncing
 from swarmtrain.route.moves import Mover
+from swarmtrain.rpc.exchange import Exchange
+from swarmtrain.rpc.limiter import RateLimiter
+from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import (
     MESSAGES,
@@ -51,12 +51,12 @@ from swarmtrain.wire.messages import (
     FetchBasis,
     FetchDigests,
     FetchState,
-    Hungry,
     Leave,
-    Part,
     Prepare,
+    ReduceShare,
     Replay,
     Resync,
+    StealRequest,
     Work,
 )
 from swarmtrain.wire.schema import Message
@@ -80,8 +80,8 @@ class _Joined:
 class _Settled:
     """What hosts one stage."""
 
-    seat: Seat
-    enrolling: Enrolling
+    assignment: Assignment
+    heartbeats: HeartbeatLoop
     announcing: Announcing
     observer: PeerObserver
 
@@ -94,7 +94,7 @@ class PeerDaemon:
         self.keeper = StatusKeeper("peer")
         events.add(self.keeper)
         self.incarnation = world.token_hex(8)
-        self._seat_number = int(1000 * world.wall())  # above those of former lives
+        self._assignment_number = int(1000 * world.wall())  # above those of former lives
         self._target = options.stage
         self._going = asyncio.Event()  # leaves its stage: to go, or to move to another one
         self._leaving = asyncio.Event()
@@ -107,7 +107,7 @@ class PeerDaemon:
         async with contextlib.AsyncExitStack() as stack:
             joined = await self._unless_leaving(self._join(stack))
             while joined is not None and not self._leaving.is_set():
-                await self._take_seat(joined)
+                await self._take_assignment(joined)
             self._say_phase("gone", self._leave_reason)
 
     def leave(self, reason: str) -> None:
@@ -145,7 +145,7 @@ class PeerDaemon:
         stack.push_async_callback(directory.close)
         self._say_phase("network", ", ".join(host.addresses()[:2]))
         link = CoordinatorLink(options.invite, host, node, directory)
-        self._handlers = self._handlers_between_seats(link)
+        self._handlers = self._handlers_between_assignments(link)
         manifest = await patience.insist(link.fetch_run, is_over=lambda: link.is_over)
         self._say_phase("manifest", f"{manifest.run.name} {manifest.digest()[:12]}")
         return _Joined(host, node, directory, link, manifest, limiter)
@@ -164,13 +164,13 @@ class PeerDaemon:
             )
         )
 
-    async def _take_seat(self, joined: _Joined) -> None:
+    async def _take_assignment(self, joined: _Joined) -> None:
         """Host one stage until asked to leave the run, or permitted to move to another stage."""
         async with contextlib.AsyncExitStack() as stack:
             settled = await self._unless_leaving(self._settle(stack, joined))
             if settled is not None:
                 await self._serve(joined, settled)
-            self._handlers, self.settled = self._handlers_between_seats(joined.link), None
+            self._handlers, self.settled = self._handlers_between_assignments(joined.link), None
 
     async def _settle(self, stack: contextlib.AsyncExitStack, joined: _Joined) -> _Settled:
         """The stage: which one, whether it fits, its tensors, and who answers for it."""
@@ -195,53 +195,53 @@ class PeerDaemon:
             node=joined.node,
             directory=joined.directory,
         )
-        seat, steps = Seat(self._seat_number, context), Steps(context)
-        link.on_doubt = seat.enroll_now.set
+        assignment, steps = Assignment(self._assignment_number, context), Steps(context)
+        link.on_doubt = assignment.heartbeat_now.set
         syncing = Syncing(context, steps, self.events)
         observer = PeerObserver(context, steps, self.keeper, self.events, joined.limiter)
-        enrolling = Enrolling(
-            seat, options, link, steps, syncing, observer, leave=self.leave, say_phase=self._say_phase
+        heartbeats = HeartbeatLoop(
+            assignment, options, link, steps, syncing, observer, leave=self.leave, say_phase=self._say_phase
         )
-        announcing = Announcing(seat, options, joined.directory, joined.host, link)
+        announcing = Announcing(assignment, options, joined.directory, joined.host, link)
         microbatches = Microbatches(context)
-        stack.push_async_callback(microbatches.hunger.close)
-        self._handlers = _handlers(microbatches, steps, syncing, enrolling)
+        stack.push_async_callback(microbatches.thief.close)
+        self._handlers = _handlers(microbatches, steps, syncing, heartbeats)
         self.settled = context
-        await self._control(stack, seat, observer)
-        enrolling.metrics_at = await self._serve_metrics(stack, observer)
-        return _Settled(seat, enrolling, announcing, observer)
+        await self._control(stack, assignment, observer)
+        heartbeats.metrics_at = await self._serve_metrics(stack, observer)
+        return _Settled(assignment, heartbeats, announcing, observer)
 
     async def _serve(self, joined: _Joined, settled: _Settled) -> None:
         """Be part of the run until asked to leave, or permitted to move."""
-        seat, context = settled.seat, settled.seat.context
+        assignment, context = settled.assignment, settled.assignment.context
         second_look_s = joined.link.rules.second_look_s
-        mover = Mover(context.node.peer_id, context.stage, seat.number, world.random(), second_look_s)
+        mover = Mover(context.node.peer_id, context.stage, assignment.number, world.random(), second_look_s)
         self._going.clear()
         if self._leaving.is_set():
             self._going.set()
         async with asyncio.TaskGroup() as tasks:
             helpers = [
-                tasks.create_task(settled.enrolling.run()),
+                tasks.create_task(settled.heartbeats.run()),
                 tasks.create_task(settled.announcing.run()),
                 tasks.create_task(settled.observer.watch()),
-                tasks.create_task(context.device.run(seat.changed)),
+                tasks.create_task(context.device.run(assignment.changed)),
             ]
             if self.options.may_move:
                 moving = Moving(context, joined.link, joined.directory, mover, self._move)
-                seat.mover = mover
+                assignment.mover = mover
                 helpers.append(tasks.create_task(moving.run()))
             await self._going.wait()
             context.become(PeerState.DRAINING)  # takes no new work
             self._say_phase("draining", self._leave_reason)
-            seat.changed()
-            await seat.drained(self.options.drain_s)
+            assignment.changed()
+            await assignment.drained(self.options.drain_s)
             for helper in helpers:
                 helper.cancel()
-        await settled.enrolling.say_goodbye()
+        await settled.heartbeats.say_goodbye()
         await settled.announcing.withdraw(moves=not self._leaving.is_set())
         self._say_ended(context)
         if not self._leaving.is_set():
-            self._seat_number = max(mover.version, seat.number) + 1
+            self._assignment_number = max(mover.version, assignment.number) + 1
             self.incarnation = world.token_hex(8)
             self.options = replace(self.options, stage=self._target)
 
@@ -263,7 +263,9 @@ class PeerDaemon:
             raise Refusal(Code.NOT_SERVING, "this peer has left its stage") from stopped
         return answer
 
-    def _handlers_between_seats(self, link: CoordinatorLink) -> dict[type[Message], Callable[[Any, Exchange], Any]]:
+    def _handlers_between_assignments(
+        self, link: CoordinatorLink
+    ) -> dict[type[Message], Callable[[Any, Exchange], Any]]:
         """Who hosts no stage yet, or moves to another one, is still told that the run is complete."""
 
         async def told_to_leave(message: Leave, exchange: Exchange) -> Acknowledged:
@@ -273,13 +275,13 @@ class PeerDaemon:
 
         return {Leave: told_to_leave}
 
-    async def _control(self, stack: contextlib.AsyncExitStack, seat: Seat, observer: PeerObserver) -> None:
+    async def _control(self, stack: contextlib.AsyncExitStack, assignment: Assignment, observer: PeerObserver) -> None:
         def change(state: PeerState, reason: str) -> None:
-            seat.context.become(state)
+            assignment.context.become(state)
             self._say_phase(state.value, reason)
-            seat.changed()
+            assignment.changed()
 
-        commands = control_commands(seat.context, observer.snapshot, self.leave, change)
+        commands = control_commands(assignment.context, observer.snapshot, self.leave, change)
         door = await self._machine.serve_control(self.options.state_dir, commands)
         stack.push_async_callback(door.close)
 
@@ -306,19 +308,19 @@ class PeerDaemon:
 
 
 def _handlers(
-    microbatches: Microbatches, steps: Steps, syncing: Syncing, enrolling: Enrolling
+    microbatches: Microbatches, steps: Steps, syncing: Syncing, heartbeats: HeartbeatLoop
 ) -> dict[type[Message], Callable[[Any, Exchange], Any]]:
     """Who answers what."""
     return {
         Work: microbatches.work,
-        Hungry: microbatches.giving.hungry,
+        StealRequest: microbatches.victim.steal,
         Replay: microbatches.replay,
         Prepare: steps.prepare,
-        Part: steps.part,
+        ReduceShare: steps.part,
         Apply: steps.apply,
         FetchBasis: steps.bases.fetch,
         FetchState: syncing.fetch_state,
         FetchDigests: syncing.fetch_digests,
-        Leave: enrolling.told_to_leave,
-        Resync: enrolling.told_to_sync,
+        Leave: heartbeats.told_to_leave,
+        Resync: heartbeats.told_to_sync,
     }

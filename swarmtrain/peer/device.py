@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from swarmtrain.net.errors import Refusal
+from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.compute import ComputeThread
 from swarmtrain.wire.messages import Code
 

@@ -39,8 +39,8 @@ class Entry:
     task: asyncio.Task[Done] | None = None
     hops: dict[int, Hop] = field(default_factory=dict)  # who took it further down, as far as known
     caller: str = ""  # who sent it first
-    was_given: bool = False  # another peer of the stage has given it away
-    given_to: str = ""  # who takes it, once this peer gives it away
+    was_stolen: bool = False  # another peer of the stage has given it away
+    stolen_by: str = ""  # who takes it, once this peer gives it away
     caller_busy_until: float = 0.0  # time of the loop until which the caller has other work, as it said
     is_critical: bool = True  # whether the caller would wait for the gradient (codec/policy.py)
     sticky: StickyAnswer | None = None  # for the caller only: a difference to what it holds

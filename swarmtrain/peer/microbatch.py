@@ -17,17 +17,16 @@ from swarmtrain.codec import Direction
 from swarmtrain.codec.errors import NonFiniteTensor
 from swarmtrain.codec.policy import SendEstimate, is_critical
 from swarmtrain.errors import DivergedError
-from swarmtrain.net.errors import Refusal
-from swarmtrain.net.exchange import Exchange
 from swarmtrain.observe.faults import Action, Point, damaged
 from swarmtrain.observe.split import Part
+from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.codecs import BadTensor, WrongPartner
 from swarmtrain.peer.compute import Kind, Withdrawn
 from swarmtrain.peer.context import PeerContext, PeerState
-from swarmtrain.peer.giving import Giving
-from swarmtrain.peer.hunger import Hunger
 from swarmtrain.peer.jobs import Outcome, StaleWork
 from swarmtrain.peer.ledger import Entry, Raw
+from swarmtrain.peer.work_stealing import Thief, Victim
+from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Replay, Work
 
 log = logging.getLogger(__name__)
@@ -51,8 +50,8 @@ class Microbatches:
     def __init__(self, context: PeerContext) -> None:
         self._context = context
         self._listeners: dict[int, dict[Exchange, None]] = {}  # in the order in which they came
-        self.hunger = Hunger(context)
-        self.giving = Giving(context, self._is_awaited)
+        self.thief = Thief(context)
+        self.victim = Victim(context, self._is_awaited)
 
     async def work(self, work: Work, exchange: Exchange) -> Done:
         """Have a microbatch done. Asked again for a finished one, answers from the ledger."""
@@ -75,15 +74,15 @@ class Microbatches:
             entry.hops = {hop.stage: hop for hop in work.hints}
             entry.generation = context.jobs.generation
             entry.caller = exchange.peer_id
-            entry.was_given = work.is_given
-            if work.is_given:
-                self.hunger.given_work_came()
+            entry.was_stolen = work.is_stolen
+            if work.is_stolen:
+                self.thief.stolen_work_came()
             entry.caller_busy_until = asyncio.get_running_loop().time() + work.backlog_s
             deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
             entry.task = asyncio.create_task(self._serve(entry, work, deadline_s), name=f"microbatch {work.microbatch}")
         else:
             context.counters.joined += 1
-            entry.was_given = entry.was_given or work.is_given
+            entry.was_stolen = entry.was_stolen or work.is_stolen
         assert entry.task is not None
         listeners = self._listeners.setdefault(work.microbatch, {})
         listeners[exchange] = None
@@ -171,7 +170,7 @@ class Microbatches:
         ledger, started = context.ledger, asyncio.get_running_loop().time()
         try:
             context.faults.hit(Point.BEFORE_FORWARD)
-            if entry.was_given:
+            if entry.was_stolen:
                 context.faults.hit(Point.GIVEN_WORK)
             partner = ""
             if context.dispatcher is not None and context.jobs.codecs.has_sticky_routes:
@@ -201,7 +200,7 @@ class Microbatches:
                 answer = self._answer(clock, back.value.payload, below.loss, below)
         except Withdrawn as withdrawn:
             ledger.drop(entry)
-            raise context.refuse(Code.ELSEWHERE, entry.given_to) from withdrawn
+            raise context.refuse(Code.REDIRECTED, entry.stolen_by) from withdrawn
         except BaseException as error:
             if not entry.accumulated:
                 ledger.drop(entry)
@@ -209,7 +208,7 @@ class Microbatches:
             raise self._as_refusal(error) from error
         entry.answer = answer
         entry.task = None
-        self.hunger.served(entry, answer)
+        self.thief.served(entry, answer)
         context.counters.microbatches += 1
         total_s = asyncio.get_running_loop().time() - started
         context.counters.times.add(clock.queue_s, clock.forward_s + clock.backward_s, total_s)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from swarmtrain import world
 from swarmtrain.chain.neighbours import PeerRecord, stage_topic
 from swarmtrain.chain.rebalancing import INTENT_TOPIC, Costs, MoveRules, intent_of, intent_value, members_of
+from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.net.directory import Directory
-from swarmtrain.net.errors import NetError
+from swarmtrain.p2p.errors import NetError
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.coordinator_link import CoordinatorLink
 from swarmtrain.route.moves import Intent, LeaveAnswer, LeaveRequest, Mover
@@ -44,7 +44,7 @@ class Moving:
         self._mover, self._depart = mover, depart
         self._rng = world.random()
         self._costs = Costs.of(context.manifest)
-        self._published: Intent | str | None = "what a former seat has said"
+        self._published: Intent | str | None = "what a former assignment has said"
 
     async def run(self) -> None:
         """Look now and then, until it is cancelled."""

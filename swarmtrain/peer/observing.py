@@ -11,7 +11,6 @@ import psutil
 import torch
 
 from swarmtrain import world
-from swarmtrain.net.limiter import RateLimiter
 from swarmtrain.observe.activity import Activity, Cause, PeerFacts, explain
 from swarmtrain.observe.events import ActivityChanged, Events, StepFollowed
 from swarmtrain.observe.keeper import RerouteNews, StatusKeeper
@@ -20,6 +19,7 @@ from swarmtrain.observe.word import Word
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import CONTACT_S, PeerContext
 from swarmtrain.peer.steps import Steps
+from swarmtrain.rpc.limiter import RateLimiter
 
 WATCH_S = 0.25
 SETTLE_S = 2.0  # short gaps belong to every pipeline: these causes are told when they have held for so long

@@ -15,7 +15,6 @@ import numpy as np
 from torch import Tensor
 
 from swarmtrain.chain.state_transfer import StateSource
-from swarmtrain.net.exchange import Exchange
 from swarmtrain.observe.faults import Action, Point
 from swarmtrain.observe.split import Part as TimePart
 from swarmtrain.peer.attempt import Attempt
@@ -23,22 +22,23 @@ from swarmtrain.peer.attempts import Attempts
 from swarmtrain.peer.bases import Bases, BasisMissing
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext, PeerState
-from swarmtrain.peer.hearing import Hearing
 from swarmtrain.peer.jobs import StaleWork
 from swarmtrain.peer.ledger import Ledger
+from swarmtrain.peer.listener import Listener
 from swarmtrain.peer.roster import entry_of, fault_of
 from swarmtrain.peer.snapshots import Snapshots
+from swarmtrain.reduce.all_reduce import AllReduceFailed, Lane
 from swarmtrain.reduce.coding import Reduced
-from swarmtrain.reduce.reduction import Lane, ReductionFailed
+from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.messages import (
     Applied,
     Apply,
     Code,
-    Part,
     Prepare,
     Prepared,
     Preparing,
-    ReducedPart,
+    ReducedPiece,
+    ReduceShare,
     Unprepared,
 )
 
@@ -60,12 +60,12 @@ class Ready:
 
 
 class Steps:
-    """Answers `Prepare`, `Part` and `Apply`."""
+    """Answers `Prepare`, `ReduceShare` and `Apply`."""
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
-        self.hearing = Hearing(context)
-        self.attempts = Attempts(context, self.hearing)
+        self.listener = Listener(context)
+        self.attempts = Attempts(context, self.listener)
         self.bases = Bases(context)
         self._ready: dict[int, Ready] = {}
         self._reducing: dict[tuple[int, int, int], Attempt] = {}
@@ -87,7 +87,7 @@ class Steps:
         if context.shares_work:
             context.siblings = tuple(e.peer_id for e in prepare.roster if e.peer_id != context.node.peer_id)
         if context.state is PeerState.SYNCING:
-            task = self.hearing.hear(prepare, self._receive)
+            task = self.listener.hear(prepare, self._receive)
         else:
             context.device.check()
             await context.reach_step(prepare.step, timeout_s=STEP_WAIT_S)
@@ -103,7 +103,7 @@ class Steps:
             while not task.done():
                 await asyncio.wait({task, calling_off}, timeout=REPORT_S, return_when=asyncio.FIRST_COMPLETED)
                 if not task.done() and (calling_off.done() or context.device.hangs):
-                    self.hearing.call_off(prepare)
+                    self.listener.call_off(prepare)
                     await self.attempts.call_off(prepare)
                     context.device.check()
                     raise context.refuse(Code.AHEAD, f"attempt {prepare.attempt} was called off")
@@ -122,7 +122,7 @@ class Steps:
             return Preparing(0, True, (), ())
         return attempt.report(is_computing=attempt.is_finished)
 
-    async def part(self, part: Part, exchange: Exchange) -> ReducedPart:
+    async def part(self, part: ReduceShare, exchange: Exchange) -> ReducedPiece:
         """Another peer's share of a piece that this peer owns."""
         context = self._context
         is_fused = part.lane == Lane.FUSED  # between two stages: the roster says who belongs to it
@@ -137,7 +137,7 @@ class Steps:
         """Apply the prepared sum and open the next step. Asked again, gives the same answer."""
         context = self._context
         await context.check_coordinator(exchange.peer_id, apply.run, apply.term)
-        await self.hearing.ended(apply.step)  # a newcomer may serve before it has all of the step under way
+        await self.listener.ended(apply.step)  # a newcomer may serve before it has all of the step under way
         if context.state is PeerState.SYNCING:
             return await self._note_decision(apply)
         if self.is_prepared:
@@ -202,7 +202,7 @@ class Steps:
         """Another state is coming: what was computed, prepared or decided before does not count."""
         context = self._context
         await self.attempts.forget()
-        await self._stop_hearing()
+        await self._stop_listener()
         async with self._applying:
             self._may_follow = False
             self._ready.clear()
@@ -213,11 +213,11 @@ class Steps:
     async def close(self) -> None:
         """Give up what is under way."""
         await self.attempts.give_up()
-        await self._stop_hearing()
+        await self._stop_listener()
 
-    async def _stop_hearing(self) -> None:
+    async def _stop_listener(self) -> None:
         self.attempts.drop_past()
-        await self.hearing.stop()
+        await self.listener.stop()
 
     async def _note_decision(self, apply: Apply) -> Applied:
         """A listener hears a decision; it follows as soon as the state before it is there."""
@@ -312,7 +312,7 @@ class Steps:
         try:
             with context.compute.split.during(TimePart.REDUCE):
                 reduced = await attempt.run()
-        except ReductionFailed as error:
+        except AllReduceFailed as error:
             log.info("reduction of step %d failed: %s", prepare.step, error)
             return Unprepared(b"", error.suspects, str(error)[:1000])
         attempt.finish()

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 from swarmtrain import world
 from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
-from swarmtrain.net.errors import Refusal
-from swarmtrain.net.exchange import Exchange
 from swarmtrain.observe.events import DonorDropped, Events, SyncProgress
 from swarmtrain.observe.faults import Action, Point, damaged
+from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.steps import Steps
-from swarmtrain.wire.messages import ChunkDigests, Code, Enrolled, FetchDigests, FetchState, StateChunk
+from swarmtrain.rpc.exchange import Exchange
+from swarmtrain.wire.messages import ChunkDigests, Code, FetchDigests, FetchState, StateChunk, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Syncing:
         self._download = None
         return True
 
-    async def order(self, order: Enrolled) -> asyncio.Task[bool] | None:
+    async def order(self, order: Verdict) -> asyncio.Task[bool] | None:
         """Fetch the state that the coordinator named; one at a time, another one replaces it.
 
         Returns the new download, or None if it is under way already. Its result says whether the state was loaded.
@@ -84,7 +84,7 @@ class Syncing:
     def check_stuck(self, run_step: int) -> None:
         """Start over if the run goes on and this newcomer does not follow."""
         context, now = self._context, asyncio.get_running_loop().time()
-        is_fetching = (self._task is not None and not self._task.done()) or self._steps.hearing.is_going_on
+        is_fetching = (self._task is not None and not self._task.done()) or self._steps.listener.is_going_on
         if context.step != self._last_step or is_fetching or run_step <= context.step:
             self._last_step, self._advanced_at = context.step, now
         elif context.state is PeerState.SYNCING and now - self._advanced_at > STUCK_S:
@@ -94,7 +94,7 @@ class Syncing:
     def _start_over(self) -> None:
         context = self._context
         context.incarnation = world.token_hex(8)
-        self._steps.hearing.drop()  # they were asked of the former incarnation
+        self._steps.listener.drop()  # they were asked of the former incarnation
         self._download, self._num_failures = None, 0
         self._advanced_at = asyncio.get_running_loop().time()
         self.num_started_over += 1
@@ -106,11 +106,11 @@ class Syncing:
         await self._steps.load(first.value, term=term)
         return True
 
-    async def _fetch(self, order: Enrolled) -> bool:
+    async def _fetch(self, order: Verdict) -> bool:
         context, step = self._context, order.sync_step
         layout = context.jobs.worker.state.layout
         if self._download is None or not self._download.is_of(step, order.sync_digest):
-            self._steps.hearing.drop(before=step)
+            self._steps.listener.drop(before=step)
             self._download = Download(context.node, context.run_id, layout, step, order.sync_digest)
             self._num_failures = 0
         download, shown = self._download, -1

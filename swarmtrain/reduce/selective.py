@@ -10,7 +10,7 @@ step, since it lasts as long as the slowest of them.
 
 from __future__ import annotations
 
-from swarmtrain.codec.policy import StageReduction, stages_to_compress
+from swarmtrain.codec.policy import StageAllReduce, stages_to_compress
 from swarmtrain.reduce.coding import gradient_spec
 from swarmtrain.run.manifest import Manifest
 
@@ -40,7 +40,7 @@ class StageCompression:
         if len(self._exact_s) < self._num_stages:
             return frozenset()  # measure first
         stages = [
-            StageReduction(0.0, self._exact_s[stage], self._compressed_s.get(stage, _GUESS * self._exact_s[stage]))
+            StageAllReduce(0.0, self._exact_s[stage], self._compressed_s.get(stage, _GUESS * self._exact_s[stage]))
             for stage in range(self._num_stages)
         ]
         if max(self._exact_s.values()) <= _WORTH_S:

@@ -145,7 +145,7 @@ class Mover:
 
 
 @dataclass(slots=True)
-class _Seat:
+class _Assignment:
     """Where the arbiter believes a peer to be; `target` is set while it is permitted to leave `member.stage`."""
 
     member: Member
@@ -164,7 +164,7 @@ class MoveArbiter:
         self._costs = tuple(costs)
         self._options = options or RebalanceOptions()
         self._min_left = max(1, self._options.min_left)
-        self._seats: dict[str, _Seat] = {}
+        self._assignments: dict[str, _Assignment] = {}
         self._last_version: dict[str, int] = {}  # also of peers that are gone: a late announcement must not revive them
 
     def serving(self, member: Member, version: int) -> bool:
@@ -172,57 +172,61 @@ class MoveArbiter:
         last = self._last_version.get(member.peer_id)
         if (last is not None and version < last) or not 0 <= member.stage < len(self._costs):
             return False
-        seat = self._seats.get(member.peer_id)
+        assignment = self._assignments.get(member.peer_id)
         if last is None or version > last:
-            self._seats[member.peer_id] = _Seat(member, version)
+            self._assignments[member.peer_id] = _Assignment(member, version)
             self._last_version[member.peer_id] = version
-        elif seat is None or seat.member.stage != member.stage:
+        elif assignment is None or assignment.member.stage != member.stage:
             return False
         else:
-            seat.member = member  # the same announcement with newer speeds; a permission given meanwhile stays
+            assignment.member = member  # the same announcement with newer speeds; a permission given meanwhile stays
         return True
 
     def gone(self, peer_id: str) -> None:
         """The peer drains, exits, or was found dead. If that was wrong, it comes back under a higher version."""
-        self._seats.pop(peer_id, None)
+        self._assignments.pop(peer_id, None)
 
     def known(self) -> list[str]:
-        """All peers that have a seat, permitted to leave it or not."""
-        return list(self._seats)
+        """All peers that have a assignment, permitted to leave it or not."""
+        return list(self._assignments)
 
     def num_staying(self, stage: int) -> int:
         """Peers of a stage without permission to leave it."""
-        return sum(1 for seat in self._seats.values() if seat.member.stage == stage and seat.target is None)
+        return sum(
+            1
+            for assignment in self._assignments.values()
+            if assignment.member.stage == stage and assignment.target is None
+        )
 
     def request(self, request: LeaveRequest) -> LeaveAnswer:
         """Permit or refuse. A doubled request gets the same permission again."""
-        seat = self._seats.get(request.peer_id)
-        why = self._reason_against(request, seat)
-        if not why and seat is not None:
-            seat.target = request.target
+        assignment = self._assignments.get(request.peer_id)
+        why = self._reason_against(request, assignment)
+        if not why and assignment is not None:
+            assignment.target = request.target
         return LeaveAnswer(request.peer_id, request.version, request.target, granted=not why, why=why)
 
-    def _reason_against(self, request: LeaveRequest, seat: _Seat | None) -> str:
-        if seat is None or seat.member.stage != request.source or seat.version != request.version:
+    def _reason_against(self, request: LeaveRequest, assignment: _Assignment | None) -> str:
+        if assignment is None or assignment.member.stage != request.source or assignment.version != request.version:
             return "not known as serving this stage under this version"
         if not 0 <= request.target < len(self._costs) or request.target == request.source:
             return "no such stage to go to"
-        if seat.target is not None:
-            return "" if seat.target == request.target else "already permitted to go elsewhere"
+        if assignment.target is not None:
+            return "" if assignment.target == request.target else "already permitted to go elsewhere"
         if self.num_staying(request.source) - 1 < self._min_left:
             return "too few would stay"
         capacities, sizes = self._stages()
         # Half of the usual thresholds: views differ a little, and this peer has waited for its second look already.
         move = (request.source, request.target)
-        is_good = is_worth_it(capacities, sizes, seat.member, self._costs, move, self._options, caution=0.5)
+        is_good = is_worth_it(capacities, sizes, assignment.member, self._costs, move, self._options, caution=0.5)
         return "" if is_good else "the gap is closed already"
 
     def _stages(self) -> tuple[list[float], list[int]]:
         """(capacity, number of peers) of all stages, with every permitted mover counted where it is going."""
         capacities = [0.0] * len(self._costs)
         sizes = [0] * len(self._costs)
-        for seat in self._seats.values():
-            stage = seat.member.stage if seat.target is None else seat.target
-            capacities[stage] += seat.member.rate(self._costs[stage])
+        for assignment in self._assignments.values():
+            stage = assignment.member.stage if assignment.target is None else assignment.target
+            capacities[stage] += assignment.member.rate(self._costs[stage])
             sizes[stage] += 1
         return capacities, sizes

@@ -15,7 +15,7 @@ from swarmtrain.model.workload import Workload
 from swarmtrain.sim.bound import Machine, StageKind, throughput_bound
 from swarmtrain.sim.peer import SimPeer
 from swarmtrain.sim.profiles import GAMING_GPU, MAX_MACHINES, PeerProfile
-from swarmtrain.sim.steps import reduction_seconds
+from swarmtrain.sim.steps import all_reduce_seconds
 
 DAY_S = 86400.0
 BACKBONE_S = 0.03  # one way between two providers, as in a scenario
@@ -61,7 +61,7 @@ class Forecast:
 
 
 @dataclass(slots=True)
-class _Seat:
+class _Host:
     profile: PeerProfile
     machine: Machine
     latency_s: float
@@ -81,13 +81,14 @@ def default_profile(workload: Workload) -> PeerProfile:
 
 def forecast(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) -> Forecast:
     """Spread the machines over the stages, fastest first and each to the weakest stage that it fits, and count."""
-    seats, left_out = _seats(workload, profiles)
-    stages = _assign(workload, seats)
-    capacities = [sum(seat.rate(workload, index) for seat in members) for index, members in enumerate(stages)]
+    hosts, left_out = _hosts(workload, profiles)
+    stages = _assign(workload, hosts)
+    capacities = [sum(host.rate(workload, index) for host in members) for index, members in enumerate(stages)]
     rate = min(capacities)
     reduce_s = max(
-        reduction_seconds(
-            workload.reduction_bytes(index), [min(seat.machine.up_rate, seat.machine.down_rate) for seat in members]
+        all_reduce_seconds(
+            workload.all_reduce_bytes(index),
+            [min(host.machine.up_rate, host.machine.down_rate) for host in members],
         )
         for index, members in enumerate(stages)
     )
@@ -96,10 +97,10 @@ def forecast(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) 
     steps_per_s = 1.0 / step_s if step_s else 0.0
     return Forecast(
         name=workload.name,
-        num_peers=len(seats),
+        num_peers=len(hosts),
         left_out=left_out,
         tokens_per_s=workload.batch * workload.tokens * steps_per_s,
-        bound_tokens_per_s=_bound(workload, seats) * workload.tokens,
+        bound_tokens_per_s=_bound(workload, hosts) * workload.tokens,
         step_s=step_s,
         reduce_s=reduce_s,
         short_stage=_short_stage(capacities),
@@ -114,9 +115,9 @@ def forecast(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) 
     )
 
 
-def _seats(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) -> tuple[list[_Seat], tuple[str, ...]]:
+def _hosts(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) -> tuple[list[_Host], tuple[str, ...]]:
     smallest = min(stage.memory_bytes for stage in workload.stages)
-    seats: list[_Seat] = []
+    hosts: list[_Host] = []
     left_out: list[str] = []
     for profile, number in profiles:
         if number != int(number):
@@ -126,30 +127,30 @@ def _seats(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) ->
         if profile.memory_gb * 1e9 < smallest:
             left_out.append(profile.name)
             continue
-        if len(seats) + number > MAX_MACHINES:
+        if len(hosts) + number > MAX_MACHINES:
             raise UsageError(f"more than {MAX_MACHINES} machines")
         peer = SimPeer(0, profile.spec(workload.mean_tflop), 1.0)
         machine = Machine(profile.tflops / workload.mean_tflop, peer.up_rate, peer.down_rate)
-        seats += [_Seat(profile, machine, peer.latency_s)] * int(number)
-    return seats, tuple(left_out)
+        hosts += [_Host(profile, machine, peer.latency_s)] * int(number)
+    return hosts, tuple(left_out)
 
 
-def _assign(workload: Workload, seats: Sequence[_Seat]) -> list[list[_Seat]]:
+def _assign(workload: Workload, hosts: Sequence[_Host]) -> list[list[_Host]]:
     num_stages = len(workload.stages)
-    stages: list[list[_Seat]] = [[] for _ in range(num_stages)]
+    stages: list[list[_Host]] = [[] for _ in range(num_stages)]
     capacities = [0.0] * num_stages
     fitting_of = {
-        seat.profile.memory_gb: [
-            index for index, stage in enumerate(workload.stages) if stage.memory_bytes <= seat.profile.memory_gb * 1e9
+        host.profile.memory_gb: [
+            index for index, stage in enumerate(workload.stages) if stage.memory_bytes <= host.profile.memory_gb * 1e9
         ]
-        for seat in seats
+        for host in hosts
     }
     # Whoever fits few stages chooses first; whoever fits all fills up what is left.
-    for seat in sorted(seats, key=lambda seat: (len(fitting_of[seat.profile.memory_gb]), -seat.machine.speed)):
-        fitting = fitting_of[seat.profile.memory_gb]
+    for host in sorted(hosts, key=lambda host: (len(fitting_of[host.profile.memory_gb]), -host.machine.speed)):
+        fitting = fitting_of[host.profile.memory_gb]
         needy = max(fitting, key=lambda index: (-capacities[index], workload.stages[index].memory_bytes))
-        stages[needy].append(seat)
-        capacities[needy] += seat.rate(workload, needy)
+        stages[needy].append(host)
+        capacities[needy] += host.rate(workload, needy)
     return stages
 
 
@@ -163,34 +164,34 @@ def _neighbours(workload: Workload, stage: int) -> int:
     return (stage > 0) + (stage < len(workload.stages) - 1)
 
 
-def _pass_s(workload: Workload, stages: Sequence[Sequence[_Seat]]) -> float:
+def _pass_s(workload: Workload, stages: Sequence[Sequence[_Host]]) -> float:
     """One microbatch forth and back through otherwise idle machines of average speed."""
     seconds = 0.0
     for index, members in enumerate(stages):
         if members:
-            seconds += len(members) / sum(seat.profile.tflops / workload.stages[index].tflop for seat in members)
-            slowest = min(min(seat.machine.up_rate, seat.machine.down_rate) for seat in members)
-            latency_s = 2.0 * max(seat.latency_s for seat in members) + BACKBONE_S
+            seconds += len(members) / sum(host.profile.tflops / workload.stages[index].tflop for host in members)
+            slowest = min(min(host.machine.up_rate, host.machine.down_rate) for host in members)
+            latency_s = 2.0 * max(host.latency_s for host in members) + BACKBONE_S
             seconds += _neighbours(workload, index) * (workload.boundary_bytes / slowest + latency_s)
     return seconds
 
 
-def _bound(workload: Workload, seats: Sequence[_Seat]) -> float:
+def _bound(workload: Workload, hosts: Sequence[_Host]) -> float:
     kinds = []
     for index, cost in enumerate(workload.costs):
         num_bytes = _neighbours(workload, index) * workload.boundary_bytes
         kinds.append(StageKind(cost, num_bytes, num_bytes))
-    return throughput_bound([seat.machine for seat in seats], kinds)
+    return throughput_bound([host.machine for host in hosts], kinds)
 
 
 def _stage_forecast(
-    workload: Workload, index: int, members: Sequence[_Seat], capacity: float, rate: float, steps_per_s: float
+    workload: Workload, index: int, members: Sequence[_Host], capacity: float, rate: float, steps_per_s: float
 ) -> StageForecast:
     per_step = 0.0
     if members:
         share = workload.batch / len(members)
         per_step = share * _neighbours(workload, index) * workload.boundary_bytes
-        per_step += workload.reduction_bytes(index) * (1.0 - 1.0 / len(members))
+        per_step += workload.all_reduce_bytes(index) * (1.0 - 1.0 / len(members))
     tokens = workload.batch * workload.token_bytes / max(1, len(members)) if index == 0 else 0.0
     return StageForecast(
         stage=index,

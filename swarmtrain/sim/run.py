@@ -17,8 +17,8 @@ from swarmtrain.sim.meters import CAUSES, Meters
 from swarmtrain.sim.peer import SimPeer, draw_machines
 from swarmtrain.sim.pipeline import Pipeline
 from swarmtrain.sim.scenario import Scenario
-from swarmtrain.sim.sharing import Sharing
 from swarmtrain.sim.steps import Steps
+from swarmtrain.sim.work_stealing import Sharing
 from swarmtrain.sim.world import World
 
 BIN_S = 60.0

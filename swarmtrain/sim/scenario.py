@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field, fields, replace
 
 from swarmtrain.errors import UsageError
-from swarmtrain.route.hunger import NUM_ASKED
 from swarmtrain.route.rebalance import RebalanceOptions
 from swarmtrain.route.router import POLICIES
+from swarmtrain.route.work_stealing import NUM_ASKED
 
 REBALANCE_RULES = ("none", "queue", "capacity")
 CHURN_KINDS = ("none", "exponential", "trace")

@@ -66,7 +66,7 @@ def with_workload(scenario: Scenario, workload: Workload) -> Scenario:
         stage_costs=workload.costs,
         boundary_bytes=workload.boundary_bytes,
         batch=workload.batch,
-        gradient_bytes=tuple(workload.reduction_bytes(stage) for stage in range(num_stages)),
+        gradient_bytes=tuple(workload.all_reduce_bytes(stage) for stage in range(num_stages)),
     )
 
 

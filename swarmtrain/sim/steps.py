@@ -75,7 +75,7 @@ class Steps:
         for peer in self._world.peers:
             if peer.state in ("serving", "draining"):
                 slowest.setdefault(peer.stage, []).append(min(peer.up_rate, peer.down_rate))
-        seconds = (reduction_seconds(scenario.gradient_bytes_of(stage), rates) for stage, rates in slowest.items())
+        seconds = (all_reduce_seconds(scenario.gradient_bytes_of(stage), rates) for stage, rates in slowest.items())
         return max(seconds, default=0.0) + 4.0 * scenario.backbone_latency_s
 
     def _applied(self) -> None:
@@ -90,7 +90,7 @@ class Steps:
         self._leases.open_step()
 
 
-def reduction_seconds(gradient_bytes: float, link_rates: Sequence[float]) -> float:
+def all_reduce_seconds(gradient_bytes: float, link_rates: Sequence[float]) -> float:
     """Every peer sends and receives `gradient_bytes` less its own part, both ways at once: the slowest link decides."""
     if not link_rates:
         return 0.0

@@ -1,4 +1,4 @@
-"""A host in memory: the network's door of one process. As `net/host.py`, with the network of network.py below it."""
+"""A host in memory: the network's door of one process. As `p2p/host.py`, with the network of network.py below it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from swarmtrain import world
-from swarmtrain.net.address_book import AddressBook
-from swarmtrain.net.errors import PeerUnreachable
-from swarmtrain.net.host_errors import BootstrapError, DialResult, HostDownError
-from swarmtrain.net.host_options import HostEvent, HostEventKind, HostOptions
-from swarmtrain.net.identity import Identity
-from swarmtrain.net.p2pd_calls import CallHandler
-from swarmtrain.net.transport import ByteStream
+from swarmtrain.p2p.address_book import AddressBook
+from swarmtrain.p2p.errors import PeerUnreachable
+from swarmtrain.p2p.host_errors import BootstrapError, DialResult, HostDownError
+from swarmtrain.p2p.host_options import HostEvent, HostEventKind, HostOptions
+from swarmtrain.p2p.identity import Identity
+from swarmtrain.p2p.p2pd_calls import CallHandler
+from swarmtrain.p2p.transport import ByteStream
 from swarmtrain.simulated.network import Network
 
 if TYPE_CHECKING:

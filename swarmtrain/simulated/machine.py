@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 
 from swarmtrain import world
 from swarmtrain.machine import Door
-from swarmtrain.net.host_errors import StateDirectoryInUseError
-from swarmtrain.net.host_options import HostOptions
-from swarmtrain.net.network import NetworkHost
 from swarmtrain.observe.control import Command
 from swarmtrain.observe.http import Handler
+from swarmtrain.p2p.host_errors import StateDirectoryInUseError
+from swarmtrain.p2p.host_options import HostOptions
+from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.simulated.disk import Disk
 from swarmtrain.simulated.host import SimulatedHost
 from swarmtrain.simulated.loop import PROCESS, VirtualLoop

@@ -34,9 +34,9 @@ import torch
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.net.errors import LinkClosed
 from swarmtrain.observe.events import Event, Events, RunEnded, RunRolledBack, StepApplied
 from swarmtrain.observe.faults import Action, Faults
+from swarmtrain.p2p.errors import LinkClosed
 from swarmtrain.peer.daemon import PeerDaemon
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.reference import make_sampler, open_run_source

@@ -12,7 +12,7 @@ class Priority(IntEnum):
 
     CONTROL = 0  # leases, reports, votes, progress: small, and everybody waits for them
     BOUNDARY = 1  # activations and gradients: the pipeline stalls without them
-    REDUCTION = 2  # gradient sums inside a stage
+    ALL_REDUCE = 2  # gradient sums inside a stage
     STATE = 3  # downloads of newcomers, checkpoints
 
 

@@ -22,7 +22,7 @@ Step = Annotated[int, Range(0, 2**40)]
 StageIndex = Annotated[int, Range(0, 1023)]
 MicrobatchIndex = Annotated[int, Range(0, 2**20)]
 Attempt = Annotated[int, Range(0, 2**31)]
-Seat = Annotated[int, Range(0, 2**53)]
+Assignment = Annotated[int, Range(0, 2**53)]
 Digest = Annotated[str, MaxLength(64)]
 Incarnation = Annotated[str, MaxLength(32)]
 Seconds = Annotated[float, Range(0.0, 1e9)]
@@ -45,7 +45,7 @@ class Code(StrEnum):
     BAD_ROSTER = "bad-roster"  # a reduction that cannot be one of this stage
     NOT_SERVING = "not-serving"  # joining, paused or draining
     BUSY = "busy"
-    ELSEWHERE = "elsewhere"  # another peer of the stage, which has nothing to do, takes it; the text is its id
+    REDIRECTED = "redirected"  # another peer of the stage, which has nothing to do, takes it; the text is its id
     UNPREPARED = "unprepared"  # apply came without a prepared sum
     UNKNOWN = "unknown"  # nothing is known of what was asked for
     NOBODY = "nobody"  # the next stage has no peers
@@ -79,7 +79,7 @@ class Work(Message):
     tokens: Annotated[Blob, MaxLength(16 * MIB)]
     boundary: Annotated[Blob, MaxLength(256 * MIB)]  # empty for stage 0
     backlog_s: Seconds = 0.0  # other work that the caller has to do, when it sends this
-    is_given: bool = False  # somebody of the stage has given it away: it is not given away again
+    is_stolen: bool = False  # somebody of the stage has given it away: it is not given away again
 
 
 @message(kind="done", priority=Priority.BOUNDARY)
@@ -115,9 +115,9 @@ class Progress(Message):
     load_s: Seconds = 0.0  # both passes of everything that the callee holds now
 
 
-@message(kind="hungry", priority=Priority.CONTROL)
-class Hungry(Message):
-    """To another peer of the same stage: this one runs out of work. Answer: `Spared`."""
+@message(kind="steal_request", priority=Priority.CONTROL)
+class StealRequest(Message):
+    """To another peer of the same stage: this one runs out of work. Answer: `StealReply`."""
 
     run: RunId
     stage: StageIndex
@@ -125,11 +125,11 @@ class Hungry(Message):
     service_s: Seconds  # both passes of one microbatch
 
 
-@message(kind="spared", priority=Priority.CONTROL)
-class Spared(Message):
+@message(kind="steal_reply", priority=Priority.CONTROL)
+class StealReply(Message):
     """Whether something was given away. It comes from its caller, unless that has other plans."""
 
-    is_given: bool
+    is_stolen: bool
 
 
 @message(kind="replay", priority=Priority.CONTROL)
@@ -143,12 +143,12 @@ class Replay(Message):
     hints: Hops
 
 
-STALLED = "stalled"  # as the state in signs of life and records: the peer lives, its device does not answer
+STALLED = "stalled"  # as the state in heartbeats and records: the peer lives, its device does not answer
 
 
-@message(kind="enroll", priority=Priority.CONTROL)
-class Enroll(Message):
-    """A peer tells the coordinator that it is there; repeated as its sign of life. Answer: `Enrolled`."""
+@message(kind="heartbeat", priority=Priority.CONTROL)
+class Heartbeat(Message):
+    """A peer tells the coordinator that it is there; repeated as its heartbeat. Answer: `Verdict`."""
 
     run: RunId
     stage: StageIndex
@@ -164,7 +164,7 @@ class Enroll(Message):
     version: Annotated[str, MaxLength(32)]
     metrics: Annotated[str, MaxLength(80)] = ""  # HOST:PORT where its metrics can be read, or empty
     spent: Annotated[tuple[Seconds, ...], MaxLength(5)] = ()  # seconds: compute, reduce, queue, wire, idle
-    seat: Seat = 0  # rises whenever the peer has moved, or has given up a move
+    assignment: Assignment = 0  # rises whenever the peer has moved, or has given up a move
     down_bytes_per_s: Rate = 0.0
     state_term: Term = 0  # in which it came to its state
 
@@ -190,7 +190,7 @@ class AskMove(Message):
     """A serving peer asks for permission to leave its stage for another one. Answer: `MoveAnswered`."""
 
     run: RunId
-    seat: Seat
+    assignment: Assignment
     source: StageIndex
     target: StageIndex
 
@@ -203,7 +203,7 @@ class MoveAnswered(Message):
     reason: Text
 
 
-class Verdict(StrEnum):
+class Directive(StrEnum):
     """What the coordinator wants of a peer."""
 
     SERVE = "serve"
@@ -212,13 +212,13 @@ class Verdict(StrEnum):
     LEAVE = "leave"
 
 
-@message(kind="enrolled", priority=Priority.CONTROL)
-class Enrolled(Message):
+@message(kind="verdict", priority=Priority.CONTROL)
+class Verdict(Message):
     """What the coordinator thinks of the peer, and where the run stands."""
 
     term: Term
     step: Step
-    verdict: Verdict
+    directive: Directive
     reason: Text
     sync_step: Step  # for SYNC: which state to fetch, its digest, and from whom
     sync_digest: Digest
@@ -296,9 +296,9 @@ class Unprepared(Message):
     reason: Text
 
 
-@message(kind="part", priority=Priority.REDUCTION)
-class Part(Message):
-    """One peer's share of one piece of the sum, to the piece's owner. Answer: `ReducedPart`, when all shares are in."""
+@message(kind="reduce_share", priority=Priority.ALL_REDUCE)
+class ReduceShare(Message):
+    """Reduce-scatter: a share of one piece of the sum, to its owner. Answer: `ReducedPiece`, when all shares are in."""
 
     run: RunId
     term: Term
@@ -310,9 +310,9 @@ class Part(Message):
     lane: Annotated[int, Range(0, 2)] = 0  # which of an attempt's reductions: `reduce.reduction.Lane`
 
 
-@message(kind="reduced_part", priority=Priority.REDUCTION)
-class ReducedPart(Message):
-    """The same bytes for everybody."""
+@message(kind="reduced_piece", priority=Priority.ALL_REDUCE)
+class ReducedPiece(Message):
+    """All-gather: the reduced piece, the same bytes for every member."""
 
     values: Annotated[Blob, MaxLength(32 * MIB)]
 
@@ -418,11 +418,11 @@ MESSAGES = Registry(
     Work,
     Done,
     Progress,
-    Hungry,
-    Spared,
+    StealRequest,
+    StealReply,
     Replay,
-    Enroll,
-    Enrolled,
+    Heartbeat,
+    Verdict,
     SeekStage,
     StageFound,
     AskMove,
@@ -433,8 +433,8 @@ MESSAGES = Registry(
     Preparing,
     Prepared,
     Unprepared,
-    Part,
-    ReducedPart,
+    ReduceShare,
+    ReducedPiece,
     Apply,
     Applied,
     FetchBasis,

@@ -52,7 +52,7 @@ __all__ = [
     "message",
 ]
 
-PROTOCOL_VERSION = 2  # `hungry` and `spared` are known since then
+PROTOCOL_VERSION = 3  # heartbeats, work stealing and all-reduce have these names since then
 MAX_KIND_BYTES = 32
 _HEADER_LENGTH = struct.Struct("<I")
 _HEADER_OVERHEAD = 64  # array prefixes, kind, version and fingerprint

@@ -13,7 +13,7 @@ from net.helpers import until
 
 from swarmtrain.chain.dispatch import MAX_TAKEN, REST_S, Dispatcher, _Watch
 from swarmtrain.chain.neighbours import router_options
-from swarmtrain.net.errors import CallRefused, CallTimeout, LinkClosed, PeerUnreachable, Refusal
+from swarmtrain.p2p.errors import CallRefused, CallTimeout, LinkClosed, PeerUnreachable, Refusal
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import PeerView, Pick, StageSnapshot
 from swarmtrain.run.presets import preset
@@ -133,11 +133,11 @@ def test_a_failed_call_is_repeated_elsewhere_with_the_same_bytes(failure: Except
 
 def test_what_is_given_away_goes_to_the_one_that_takes_it_once_and_for_all() -> None:
     async def main() -> None:
-        dispatcher, node, neighbours = dispatch({"a": CallRefused(Code.ELSEWHERE, "c"), "b": good, "c": good})
+        dispatcher, node, neighbours = dispatch({"a": CallRefused(Code.REDIRECTED, "c"), "b": good, "c": good})
         assert but_for_waits(await dispatcher.call(WORK, deadline_s=10, check=accept)) == DONE
-        assert node.calls == [("a", WORK), ("c", replace(WORK, is_given=True))]
+        assert node.calls == [("a", WORK), ("c", replace(WORK, is_stolen=True))]
         assert ("busy", "a") in neighbours.router.told
-        assert dispatcher.counters.rerouted == {Code.ELSEWHERE: 1}
+        assert dispatcher.counters.rerouted == {Code.REDIRECTED: 1}
 
     run(main())
 
@@ -145,7 +145,7 @@ def test_what_is_given_away_goes_to_the_one_that_takes_it_once_and_for_all() -> 
 def test_a_taker_that_does_not_exist_or_fails_is_done_without() -> None:
     async def main() -> None:
         for taker, expected in (("nobody", ["a", "a"]), ("c", ["a", "c", "a"])):
-            replies = [CallRefused(Code.ELSEWHERE, taker)]
+            replies = [CallRefused(Code.REDIRECTED, taker)]
 
             def once(*_: object, replies: list[CallRefused] = replies) -> Done:
                 if replies:
@@ -160,9 +160,9 @@ def test_a_taker_that_does_not_exist_or_fails_is_done_without() -> None:
 
 
 @pytest.mark.parametrize("waited", [0.0, 0.5, 1e9])
-@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("is_stolen", [False, True])
 def test_what_went_by_at_a_giver_was_waited_and_nobody_has_waited_longer_than_it_took(
-    is_given: bool, waited: float
+    is_stolen: bool, waited: float
 ) -> None:
     """`waited`: of the time that the answer took, as its sender says."""
 
@@ -175,18 +175,18 @@ def test_what_went_by_at_a_giver_was_waited_and_nobody_has_waited_longer_than_it
             began = loop.time()
             await asyncio.sleep(0.01)  # a machine that is slow
             took_s.append(loop.time() - began)
-            if is_given and peer == "a":
-                raise CallRefused(Code.ELSEWHERE, "b")
+            if is_stolen and peer == "a":
+                raise CallRefused(Code.REDIRECTED, "b")
             return replace(DONE, waited_s=min(waited * took_s[-1], 1e9))
 
         node.call = call  # type: ignore[method-assign]
         began = loop.time()
         done = await dispatcher.call(WORK, deadline_s=10, check=accept)
         total_s = loop.time() - began
-        assert len(took_s) == 1 + is_given
+        assert len(took_s) == 1 + is_stolen
         in_others_s = min(waited, 1.0) * took_s[-1]
         assert sum(took_s[:-1]) + in_others_s <= done.waited_s <= total_s
-        if not is_given and waited < 1.0:
+        if not is_stolen and waited < 1.0:
             assert done.waited_s == pytest.approx(in_others_s)
 
     run(main())
@@ -253,12 +253,12 @@ def test_what_went_by_because_nobody_was_there_or_somebody_failed_was_not_waited
 @pytest.mark.parametrize("does_its_forward", [False, True])
 def test_a_taker_that_does_nothing_does_not_get_everything(does_its_forward: bool) -> None:
     async def main() -> None:
-        dispatcher, node, _ = dispatch({"a": CallRefused(Code.ELSEWHERE, "hog"), "b": good}, ["a", "b", "hog"])
+        dispatcher, node, _ = dispatch({"a": CallRefused(Code.REDIRECTED, "hog"), "b": good}, ["a", "b", "hog"])
         took, ended, answer_of = list[Work](), asyncio.Event(), node.call
 
         async def call(peer: str, work: Work, deadline_s: float, on_progress: Any, *, expect: type[Done]) -> Done:
             if peer != "hog":
-                if work.is_given and peer == "a":
+                if work.is_stolen and peer == "a":
                     raise CallRefused(Code.NOT_SERVING)
                 return await answer_of(peer, work, deadline_s, on_progress, expect=expect)
             took.append(work)
@@ -285,7 +285,7 @@ def test_who_gives_away_what_was_given_is_not_asked_again() -> None:
 
     async def main() -> None:
         for names in ({"a": "a"}, {"a": "b", "b": "a"}, {"a": "nobody"}):
-            liars = {liar: CallRefused(Code.ELSEWHERE, taker, retry_after_s=0.001) for liar, taker in names.items()}
+            liars = {liar: CallRefused(Code.REDIRECTED, taker, retry_after_s=0.001) for liar, taker in names.items()}
             dispatcher, node, neighbours = dispatch({**liars, "c": good})
             assert but_for_waits(await dispatcher.call(WORK, deadline_s=5, check=accept)) == DONE
             assert [peer for peer, _ in node.calls][-1] == "c"

@@ -8,7 +8,7 @@ import pytest
 
 from swarmtrain.chain import offer as offer_module
 from swarmtrain.chain.offer import ArtefactMismatch, RunRefused, checked_offer, make_offer
-from swarmtrain.net.identity import RunKey
+from swarmtrain.p2p.identity import RunKey
 from swarmtrain.run.invite import Invite, run_id_of
 from swarmtrain.run.presets import preset
 

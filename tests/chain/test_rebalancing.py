@@ -25,8 +25,8 @@ def test_a_speed_in_one_stage_says_what_a_peer_is_worth_in_another() -> None:
 
 
 def test_of_two_records_of_one_peer_the_newer_seat_counts() -> None:
-    moved = replace(RECORD, seat=2)
-    former = replace(RECORD, seat=1, state="draining")
+    moved = replace(RECORD, assignment=2)
+    former = replace(RECORD, assignment=1, state="draining")
     for records in ([{"a": former}, {"a": moved}], [{"a": moved}, {"a": former}]):
         (member,) = members_of(records, COSTS, now=0.0)
         assert member.state == "serving"

@@ -15,9 +15,9 @@ from swarmtrain.chain import state_transfer
 from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
 from swarmtrain.model.buffers import state_digest
 from swarmtrain.model.state import StageState
-from swarmtrain.net.errors import LinkClosed
-from swarmtrain.net.node import Node
 from swarmtrain.observe.faults import damaged
+from swarmtrain.p2p.errors import LinkClosed
+from swarmtrain.rpc.node import Node
 from swarmtrain.wire.messages import ChunkDigests, FetchDigests, FetchState, StateChunk
 from swarmtrain.wire.schema import Message
 

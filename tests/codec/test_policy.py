@@ -12,7 +12,7 @@ from swarmtrain.codec import Direction, decode
 from swarmtrain.codec.payload import peek
 from swarmtrain.codec.policy import (
     SendEstimate,
-    StageReduction,
+    StageAllReduce,
     expected_wait_s,
     is_critical,
     stages_to_compress,
@@ -96,8 +96,8 @@ def test_a_message_is_critical_only_if_compression_shortens_a_wait(
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.builds(StageReduction, st.floats(0, 9), st.floats(0, 9), st.floats(0, 9)), max_size=6))
-def test_the_fewest_stages_are_compressed_that_end_the_step_as_early_as_possible(stages: list[StageReduction]) -> None:
+@given(st.lists(st.builds(StageAllReduce, st.floats(0, 9), st.floats(0, 9), st.floats(0, 9)), max_size=6))
+def test_the_fewest_stages_are_compressed_that_end_the_step_as_early_as_possible(stages: list[StageAllReduce]) -> None:
     def end(compressed: frozenset[int]) -> float:
         return max(
             (s.drained_s + (s.compressed_s if i in compressed else s.exact_s) for i, s in enumerate(stages)),
@@ -114,7 +114,7 @@ def test_the_fewest_stages_are_compressed_that_end_the_step_as_early_as_possible
 
 
 def test_in_a_pipeline_that_drains_backwards_the_first_stages_are_compressed() -> None:
-    stages = [StageReduction(drained_s=10.0 - stage, exact_s=4.0, compressed_s=1.5) for stage in range(4)]
+    stages = [StageAllReduce(drained_s=10.0 - stage, exact_s=4.0, compressed_s=1.5) for stage in range(4)]
     assert stages_to_compress(stages) == {0, 1, 2}
 
 

@@ -1,4 +1,4 @@
-"""A decision is carried out at whoever shows up, and a lost answer is made good by a sign of life."""
+"""A decision is carried out at whoever shows up, and a lost answer is made good by a heartbeat."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.prepare import PreparedStage
-from swarmtrain.net.errors import CallRefused, LinkClosed
 from swarmtrain.observe.events import Event, Events, PeerLost
-from swarmtrain.wire.messages import Applied, Apply, Code, Enroll, Prepared
+from swarmtrain.p2p.errors import CallRefused, LinkClosed
+from swarmtrain.wire.messages import Applied, Apply, Code, Heartbeat, Prepared
 
-SIGN = Enroll("run", 0, "serving", "1", 3, "d3", 0.0, 0.0, 0.0, 0.0, "", "")
+SIGN = Heartbeat("run", 0, "serving", "1", 3, "d3", 0.0, 0.0, 0.0, 0.0, "", "")
 DECISION = Decision(3, 1, 1.0, 1.0, 1.0, 0.1, (("sum", 1.0),), {0: {("a", "1"): [0]}}, {0: 1.0})
 
 Answer = Callable[[Apply], Applied]
@@ -50,15 +50,15 @@ class Swarm:
         )
         self.context.events.add(self.happened.append)
         self.applies = Applies(self.context)
-        self.enroll(SIGN)
+        self.heartbeat(SIGN)
 
     async def call(self, peer_id: str, request: Apply, deadline_s: float, *, expect: type[Any]) -> Applied:
         self.num_told += 1
         self._told.set()
         return self._answers.pop(0)(request)
 
-    def enroll(self, sign: Enroll) -> Member:
-        self.context.members.enroll("a", sign, 0.0)
+    def heartbeat(self, sign: Heartbeat) -> Member:
+        self.context.members.heartbeat("a", sign, 0.0)
         member = self.context.members.get("a")
         assert member is not None
         return member
@@ -77,16 +77,16 @@ class Swarm:
 
     async def hear(self, heard: Prepared) -> tuple[int, str]:
         """The decision is carried out with a newcomer that heard this reduction, and then says that it serves."""
-        newcomer = self.enroll(replace(SIGN, state="syncing"))
+        newcomer = self.heartbeat(replace(SIGN, state="syncing"))
         self.context.decided = DECISION
-        hearing: asyncio.Task[object] = asyncio.create_task(asyncio.sleep(0, heard))
+        listener: asyncio.Task[object] = asyncio.create_task(asyncio.sleep(0, heard))
         other = replace(newcomer, peer_id="b")
         prepared = PreparedStage(
-            0, "sum", 1.0, (other,), {("b", "1"): [0]}, ((newcomer, hearing),), cast(Any, None), 0.0
+            0, "sum", 1.0, (other,), {("b", "1"): [0]}, ((newcomer, listener),), cast(Any, None), 0.0
         )
         await self.applies.carry_out(DECISION, [prepared], checkpoint=False)
         await asyncio.gather(*self.context.background)
-        member = self.enroll(SIGN)  # sent before it applied the step
+        member = self.heartbeat(SIGN)  # sent before it applied the step
         return member.step, member.state_digest
 
 
@@ -102,8 +102,8 @@ def applied(request: Apply) -> Applied:
     return Applied(request.step + 1, "d4")
 
 
-async def shows_up(swarm: Swarm, sign: Enroll) -> None:
-    swarm.applies.tell(swarm.enroll(sign))
+async def shows_up(swarm: Swarm, sign: Heartbeat) -> None:
+    swarm.applies.tell(swarm.heartbeat(sign))
     await swarm.context.notify()
 
 
@@ -145,7 +145,7 @@ def test_a_peer_without_the_sum_must_fetch_the_state_and_is_not_told_again(tmp_p
     async def main() -> tuple[bool, int]:
         swarm = Swarm(tmp_path, unprepared)
         task = await swarm.carry_out()
-        member = swarm.enroll(SIGN)
+        member = swarm.heartbeat(SIGN)
         swarm.applies.tell(member)
         task.cancel()
         return member.must_sync, swarm.num_told
@@ -157,8 +157,8 @@ def lost(swarm: Swarm) -> list[str]:
     return [event.reason for event in swarm.happened if isinstance(event, PeerLost)]
 
 
-async def stands_still(swarm: Swarm, sign: Enroll, num_signs: int = 3) -> None:
-    """The peer shows up again and again; what each sign of life brings about is over before the next one."""
+async def stands_still(swarm: Swarm, sign: Heartbeat, num_signs: int = 3) -> None:
+    """The peer shows up again and again; what each heartbeat brings about is over before the next one."""
     for _ in range(num_signs):
         await shows_up(swarm, sign)
         await asyncio.gather(*swarm.context.background)
@@ -222,7 +222,7 @@ def test_all_answers_to_a_decision_are_one_commit(tmp_path: Path) -> None:
 
     async def main() -> None:
         swarm = Swarm(tmp_path, *[applied] * count)
-        first = swarm.enroll(SIGN)
+        first = swarm.heartbeat(SIGN)
         members = tuple(replace(first, peer_id=f"peer{number}") for number in range(count))
         statements: list[str] = []
         swarm.context.journal._db.set_trace_callback(statements.append)

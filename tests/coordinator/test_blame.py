@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from swarmtrain.coordinator.blame import MAX_STRIKES, Blame, Reply
 from swarmtrain.coordinator.members import Member
-from swarmtrain.net.errors import CallRefused, NetError
+from swarmtrain.p2p.errors import CallRefused, NetError
 from swarmtrain.wire.messages import Prepared, Unprepared
 
 MEMBER = Member("a", "1", 0, "serving", 3, "", 0.0, 0.0, 0.0, "", 0.0)

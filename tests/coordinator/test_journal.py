@@ -45,12 +45,12 @@ def delete(state: Path) -> None:
 
 
 def move(state: Path) -> None:
-    state.rename(state.with_name("elsewhere"))
+    state.rename(state.with_name("redirected"))
 
 
 def put_a_copy_in_its_place(state: Path) -> None:
     move(state)
-    shutil.copytree(state.with_name("elsewhere"), state)
+    shutil.copytree(state.with_name("redirected"), state)
 
 
 def delete_the_log(state: Path) -> None:

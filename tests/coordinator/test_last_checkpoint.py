@@ -18,12 +18,12 @@ from swarmtrain.errors import StorageError
 from swarmtrain.observe.events import Event, RunResumes, RunWaits, StepApplied
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Enroll
+from swarmtrain.wire.messages import Heartbeat
 
 from .contexts import bare_context
 
 MANIFEST = preset("nano", ["stages.count=1", "schedule.steps=5", "schedule.warmup_steps=1"])
-SIGN = Enroll("run", 0, "serving", "1", 5, "d", 0.0, 0.0, 0.0, 0.0, "", "")
+SIGN = Heartbeat("run", 0, "serving", "1", 5, "d", 0.0, 0.0, 0.0, 0.0, "", "")
 
 
 def full_disk() -> StorageError:
@@ -77,7 +77,7 @@ class Ending:
         context.events.add(self.happened.append)
         context.events.add(self.keeper)
         context.events.emit(StepApplied(5, 1.0, 1, 1.0, 1.0, 1.0))
-        context.members.enroll("p", SIGN, 0.0)
+        context.members.heartbeat("p", SIGN, 0.0)
         self.context = context
         self.run = Run(context, cast(Any, self.disk), cast(Any, None), min_peers=1)
         monkeypatch.setattr(run_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": self._sleep}))

@@ -14,12 +14,12 @@ from chain.test_dispatch import FakeNeighbours
 
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.coordinator.books import StepBooks
-from swarmtrain.coordinator.lease import Leases, Room
-from swarmtrain.net.errors import CallRefused, Refusal
+from swarmtrain.coordinator.lease import Leases, ResizableSemaphore
+from swarmtrain.p2p.errors import CallRefused, Refusal
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import PeerView
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Code, Done, Enroll, Hop, Phase, Progress, Work
+from swarmtrain.wire.messages import Code, Done, Heartbeat, Hop, Phase, Progress, Work
 from swarmtrain.wire.schema import Message
 
 from .contexts import bare_context
@@ -55,9 +55,9 @@ class Sharing(Pipeline):
     async def call(  # type: ignore[override]
         self, peer_id: str, work: Work, deadline_s: float, on_progress: Callable[[Message], None], *, expect: type[Done]
     ) -> Done:
-        if not work.is_given:
+        if not work.is_stolen:
             await super().call(work)
-            raise CallRefused(Code.ELSEWHERE, "second")
+            raise CallRefused(Code.REDIRECTED, "second")
         on_progress(Progress(Phase.FORWARDED, (), 0.0, 0.0))
         return Done(1.0, ROUTE, 0.0, 0.0, 0.0, b"")
 
@@ -78,8 +78,8 @@ def leases_over(pipeline: Pipeline | Dispatcher, num_peers: int) -> Leases:
     sampler = SimpleNamespace(microbatch=lambda step, index: np.zeros((1, 2)))
     context = bare_context(manifest, dispatcher=pipeline, sampler=sampler)
     for number in range(num_peers):
-        sign = Enroll("run", number % NUM_STAGES, "serving", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "")
-        context.members.enroll(f"p{number}", sign, 0.0)
+        sign = Heartbeat("run", number % NUM_STAGES, "serving", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "")
+        context.members.heartbeat(f"p{number}", sign, 0.0)
     return Leases(context)
 
 
@@ -146,7 +146,7 @@ def test_a_failed_lease_ends_the_step_although_others_wait_for_room() -> None:
 def test_room_that_grows_lets_more_in() -> None:
     async def main() -> list[int]:
         size, entered = 1, []
-        room = Room(lambda: size)
+        room = ResizableSemaphore(lambda: size)
 
         async def enter(number: int) -> None:
             await room.enter()

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.coordinator.moves import Moves
-from swarmtrain.net.errors import Refusal
+from swarmtrain.p2p.errors import Refusal
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import AskMove, Enroll, SeekStage
+from swarmtrain.wire.messages import AskMove, Heartbeat, SeekStage
 
 from .contexts import bare_context
 
@@ -30,7 +30,7 @@ EVEN = [
     "model.num_kv_heads=2",
 ]
 MANIFEST = preset("nano", EVEN)
-SIGN = Enroll("run", 0, "serving", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "", seat=1)
+SIGN = Heartbeat("run", 0, "serving", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "", assignment=1)
 RULES = MoveRules(min_left=1, min_gain=0.1)
 
 
@@ -38,16 +38,16 @@ def make(rules: MoveRules = RULES) -> Moves:
     return Moves(bare_context(MANIFEST), rules)
 
 
-def enroll(moves: Moves, peer_id: str, stage: int, *, state: str = "serving", seat: int = 1) -> None:
-    moves._context.members.enroll(peer_id, replace(SIGN, stage=stage, state=state, seat=seat), 0.0)
+def heartbeat(moves: Moves, peer_id: str, stage: int, *, state: str = "serving", assignment: int = 1) -> None:
+    moves._context.members.heartbeat(peer_id, replace(SIGN, stage=stage, state=state, assignment=assignment), 0.0)
 
 
 def seek(moves: Moves, peer_id: str, *stages: int) -> int:
     return asyncio.run(moves.seek(SeekStage("run", stages or tuple(range(NUM_STAGES))), peer_id)).stage
 
 
-def ask(moves: Moves, peer_id: str, source: int, target: int, seat: int = 1) -> bool:
-    return asyncio.run(moves.ask(AskMove("run", seat, source, target), peer_id)).granted
+def ask(moves: Moves, peer_id: str, source: int, target: int, assignment: int = 1) -> bool:
+    return asyncio.run(moves.ask(AskMove("run", assignment, source, target), peer_id)).granted
 
 
 def test_newcomers_who_come_all_at_once_are_spread() -> None:
@@ -58,7 +58,7 @@ def test_newcomers_who_come_all_at_once_are_spread() -> None:
 def test_a_newcomer_goes_to_the_weakest_stage_that_it_can_host() -> None:
     moves = make()
     for peer_id, stage in (("a", 0), ("b", 1), ("c", 1)):
-        enroll(moves, peer_id, stage)
+        heartbeat(moves, peer_id, stage)
     assert seek(moves, "d") == 2
     assert seek(moves, "e", 0, 1) == 0
     with pytest.raises(Refusal):
@@ -71,14 +71,14 @@ def test_a_stage_whose_peer_has_a_narrow_line_needs_help_first(line: str) -> Non
     for stage, rate in enumerate((1e9, 1e4, 1e9)):
         announced: dict[str, Any] = {line: rate}
         sign = replace(SIGN, stage=stage, forward_ms=10.0, backward_ms=20.0, **announced)
-        moves._context.members.enroll(f"p{stage}", sign, 0.0)
+        moves._context.members.heartbeat(f"p{stage}", sign, 0.0)
     assert seek(moves, "new") == 1
 
 
 def test_only_one_of_two_gets_permission_for_the_same_gap() -> None:
     moves = make()
     for peer_id, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1), ("e", 1), ("f", 2)):
-        enroll(moves, peer_id, stage)
+        heartbeat(moves, peer_id, stage)
     assert ask(moves, "a", 0, 2)
     assert not ask(moves, "b", 0, 2), "the first one is on its way"
     assert ask(moves, "a", 0, 2), "asked twice, answered alike"
@@ -87,21 +87,21 @@ def test_only_one_of_two_gets_permission_for_the_same_gap() -> None:
 def test_a_mover_counts_where_it_goes_until_it_is_there() -> None:
     moves = make()
     for peer_id, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1), ("e", 1), ("f", 2)):
-        enroll(moves, peer_id, stage)
+        heartbeat(moves, peer_id, stage)
     assert ask(moves, "a", 0, 2)
     moves._context.members.remove("a")  # it has said goodbye to its old stage
     assert not ask(moves, "b", 0, 2)
     assert seek(moves, "g") == 0, "two are left in stage 0, the others have two"
-    enroll(moves, "a", 2, state="syncing", seat=2)
+    heartbeat(moves, "a", 2, state="syncing", assignment=2)
     assert not ask(moves, "b", 0, 2)
-    enroll(moves, "a", 2, seat=2)
+    heartbeat(moves, "a", 2, assignment=2)
     assert not ask(moves, "b", 0, 2)
 
 
 def test_a_dead_peer_is_no_reason_to_stay_or_to_go() -> None:
     moves = make()
     for peer_id, stage in (("a", 0), ("b", 0), ("d", 1), ("e", 1), ("f", 2), ("g", 2)):
-        enroll(moves, peer_id, stage)
+        heartbeat(moves, peer_id, stage)
     assert not ask(moves, "a", 0, 2)
     for gone in ("f", "b"):
         moves._context.members.remove(gone)
@@ -112,7 +112,7 @@ def test_a_dead_peer_is_no_reason_to_stay_or_to_go() -> None:
 def test_a_run_that_does_not_rebalance_refuses() -> None:
     moves = make(MoveRules("none"))
     for peer_id in "abc":
-        enroll(moves, peer_id, 0)
+        heartbeat(moves, peer_id, 0)
     assert not ask(moves, "a", 0, 2)
 
 
@@ -126,17 +126,17 @@ def test_whatever_is_asked_no_stage_loses_its_last_peer(
 ) -> None:
     """Requests in any order, some movers arrive and some never do: what was permitted can be done all at once."""
     moves = make()
-    where, seats = dict(enumerate(stages)), dict.fromkeys(range(8), 1)
+    where, assignments = dict(enumerate(stages)), dict.fromkeys(range(8), 1)
     leaving: dict[int, int] = {}
     for number, stage in where.items():
-        enroll(moves, str(number), stage)
+        heartbeat(moves, str(number), stage)
     for number, target, arrives in requests:
         if number in leaving:
             if arrives:
                 where[number] = leaving.pop(number)
-                seats[number] += 1
-                enroll(moves, str(number), where[number], seat=seats[number])
-        elif ask(moves, str(number), where[number], target, seats[number]):
+                assignments[number] += 1
+                heartbeat(moves, str(number), where[number], assignment=assignments[number])
+        elif ask(moves, str(number), where[number], target, assignments[number]):
             leaving[number] = target
         staying = Counter(stage for peer, stage in where.items() if peer not in leaving)
         assert all(staying[stage] >= 1 for stage in set(stages))

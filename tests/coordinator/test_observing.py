@@ -9,10 +9,10 @@ from typing import Any, cast
 from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.coordinator.observing import RunObserver
-from swarmtrain.net.errors import LinkClosed
 from swarmtrain.observe.events import Events
+from swarmtrain.p2p.errors import LinkClosed
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Enroll
+from swarmtrain.wire.messages import Heartbeat
 
 from .contexts import bare_context
 
@@ -27,7 +27,9 @@ def test_doubts_about_peers_that_never_return_are_forgotten() -> None:
         observer = RunObserver(context, missing, missing, invite="", refused={})
         for number in range(50):
             peer = f"peer{number}"
-            context.members.enroll(peer, Enroll("run", 1, "serving", "1", 3, "d", 0.0, 0.0, 0.0, 0.0, "", ""), 0.0)
+            context.members.heartbeat(
+                peer, Heartbeat("run", 1, "serving", "1", 3, "d", 0.0, 0.0, 0.0, 0.0, "", ""), 0.0
+            )
             observer.link_closed(peer, LinkClosed("it is gone"))
             if number < 49:
                 context.members.remove(peer)
@@ -38,7 +40,7 @@ def test_doubts_about_peers_that_never_return_are_forgotten() -> None:
 
 def test_contributors_that_left_keep_their_names_and_those_who_are_here_say_theirs() -> None:
     context = bare_context(preset("nano"))
-    context.members.enroll("here", Enroll("run", 1, "serving", "1", 3, "d", 0.0, 0.0, 0.0, 0.0, "new", ""), 0.0)
+    context.members.heartbeat("here", Heartbeat("run", 1, "serving", "1", 3, "d", 0.0, 0.0, 0.0, 0.0, "new", ""), 0.0)
     context.tally.resume({"here": 5, "gone": 7, "nameless": 1})
     context.tally.names = {"here": "old", "gone": "otto"}
     missing = cast(Any, None)
@@ -49,7 +51,7 @@ def test_contributors_that_left_keep_their_names_and_those_who_are_here_say_thei
 
 
 def test_a_broken_link_is_in_doubt_until_the_next_sign_of_life() -> None:
-    sign = Enroll("run", 0, "serving", "1", 3, "d", 0.0, 0.0, 0.0, 0.0, "", "")
+    sign = Heartbeat("run", 0, "serving", "1", 3, "d", 0.0, 0.0, 0.0, 0.0, "", "")
 
     async def main() -> list[float | None]:
         daemon = CoordinatorDaemon(CoordinatorOptions(preset("nano"), Path()), Events(), cast(Any, None))
@@ -57,7 +59,7 @@ def test_a_broken_link_is_in_doubt_until_the_next_sign_of_life() -> None:
         daemon.observer = RunObserver(context, cast(Any, None), cast(Any, None), invite="", refused={})
         found = []
         for change in (lambda: None, lambda: daemon._link_closed("a", LinkClosed("cut")), lambda: None):
-            context.members.enroll("a", sign, 0.0)
+            context.members.heartbeat("a", sign, 0.0)
             change()
             member = context.members.get("a")
             assert member is not None

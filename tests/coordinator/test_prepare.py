@@ -12,10 +12,10 @@ import pytest
 from swarmtrain.coordinator.admission import MAX_SERVING, StageBook
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.context import RunContext
-from swarmtrain.coordinator.enrolment import Enrolment
+from swarmtrain.coordinator.heartbeats import Heartbeats
 from swarmtrain.coordinator.prepare import MAX_LISTENERS, PreparedStage, Preparer
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Enroll, Hop, Prepare, Prepared, Verdict
+from swarmtrain.wire.messages import Directive, Heartbeat, Hop, Prepare, Prepared
 from swarmtrain.wire.schema import encode
 
 from .contexts import bare_context
@@ -38,10 +38,10 @@ class Peers:
         self.asked.append((peer_id, request))
         return Prepared(1.0, "sum", "")
 
-    async def enroll(self, peer_id: str, state: str, **changes: Any) -> Verdict:
-        sign = Enroll("run", STAGE, state, "1", self.context.step, "digest", 0.0, 0.0, 0.0, 0.0, "", "")
+    async def heartbeat(self, peer_id: str, state: str, **changes: Any) -> Directive:
+        sign = Heartbeat("run", STAGE, state, "1", self.context.step, "digest", 0.0, 0.0, 0.0, 0.0, "", "")
         sign = replace(sign, **changes)
-        return (await Enrolment(self.context, lambda member: None).enroll(sign, peer_id)).verdict
+        return (await Heartbeats(self.context, lambda member: None).heartbeat(sign, peer_id)).directive
 
     def answer(self, peer_id: str, *microbatches: int) -> None:
         """These came back, and their routes led through the peer."""
@@ -69,12 +69,12 @@ def work_in(request: Prepare) -> list[tuple[str, list[int], bool]]:
 def test_who_was_told_to_serve_takes_part_with_its_work_before_it_has_said_that_it_serves(
     state: str, step: int
 ) -> None:
-    """Otherwise what it has computed counts as lost and is replayed, again and again, until its next sign of life."""
+    """Otherwise what it has computed counts as lost and is replayed, again and again, until its next heartbeat."""
 
     async def main() -> None:
         peers = Peers(step=step)
-        await peers.enroll("old", "serving")
-        assert await peers.enroll("new", state) is Verdict.SERVE
+        await peers.heartbeat("old", "serving")
+        assert await peers.heartbeat("new", state) is Directive.SERVE
         peers.context.members.listen(STAGE, step)  # as one that fetched its state did
         peers.answer("old", 0, 1)
         peers.answer("new", 2, 3)
@@ -93,7 +93,7 @@ def test_who_announces_a_narrow_line_adds_up_less(line: str) -> None:
     async def main() -> None:
         peers = Peers(step=3)
         for name, rate in (("a", 1e6), ("b", 1e6), ("narrow", 2e5)):
-            await peers.enroll(name, "serving", **{line: rate})
+            await peers.heartbeat(name, "serving", **{line: rate})
         peers.answer("a", 0, 1, 2, 3)
         await peers.prepare()
         owned = {entry.peer_id: entry.owned for entry in peers.asked[0][1].roster}
@@ -111,8 +111,8 @@ def test_without_work_a_joining_peer_receives_as_a_member_and_a_syncing_one_as_a
 
     async def main() -> None:
         peers = Peers(step=3)
-        await peers.enroll("old", "serving")
-        assert await peers.enroll("new", state) is Verdict.SERVE
+        await peers.heartbeat("old", "serving")
+        assert await peers.heartbeat("new", state) is Directive.SERVE
         peers.context.members.listen(STAGE, 3)
         peers.answer("old", 0, 1, 2, 3)
         prepared = await peers.prepare()
@@ -126,10 +126,10 @@ def test_without_work_a_joining_peer_receives_as_a_member_and_a_syncing_one_as_a
 def test_the_work_of_a_peer_that_was_not_told_to_serve_is_nobodys() -> None:
     async def main() -> None:
         peers = Peers(step=3)
-        await peers.enroll("old", "serving")
-        sign = Enroll("run", STAGE, "joining", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "")
-        answer = await Enrolment(peers.context, lambda member: None).enroll(sign, "new")
-        assert answer.verdict is not Verdict.SERVE
+        await peers.heartbeat("old", "serving")
+        sign = Heartbeat("run", STAGE, "joining", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "")
+        answer = await Heartbeats(peers.context, lambda member: None).heartbeat(sign, "new")
+        assert answer.directive is not Directive.SERVE
         peers.answer("new", 0, 1)
         peers.answer("old", 2, 3)
         assert peers.books.missing(STAGE) == [0, 1]
@@ -142,10 +142,10 @@ def test_a_stage_with_more_peers_than_a_roster_holds_reduces_without_the_spares(
         peers = Peers(step=3)
         worker = "zz-worker"  # last in the fixed order
         for name in [*(f"p{i:04}" for i in range(MAX_SERVING + 300)), worker]:
-            await peers.enroll(name, "serving")
+            await peers.heartbeat(name, "serving")
         peers.answer(worker, 0, 1, 2, 3)
         for index in range(MAX_LISTENERS + 50):
-            await peers.enroll(f"q{index:04}", "syncing", step=0)
+            await peers.heartbeat(f"q{index:04}", "syncing", step=0)
         peers.context.members.listen(STAGE, 3)
         prepared = await peers.prepare()
         encode(peers.asked[0][1])
@@ -160,10 +160,10 @@ def test_the_next_peer_of_a_full_stage_waits_until_there_is_room() -> None:
     async def main() -> None:
         peers = Peers(step=3)
         for index in range(MAX_SERVING):
-            assert await peers.enroll(f"p{index:04}", "serving") is Verdict.SERVE
-        assert await peers.enroll("p0000", "serving") is Verdict.SERVE  # again: it is one of them
-        assert await peers.enroll("spare", "syncing") is Verdict.WAIT
+            assert await peers.heartbeat(f"p{index:04}", "serving") is Directive.SERVE
+        assert await peers.heartbeat("p0000", "serving") is Directive.SERVE  # again: it is one of them
+        assert await peers.heartbeat("spare", "syncing") is Directive.WAIT
         peers.context.members.remove("p0007")
-        assert await peers.enroll("spare", "syncing") is Verdict.SERVE
+        assert await peers.heartbeat("spare", "syncing") is Directive.SERVE
 
     asyncio.run(main())

@@ -13,7 +13,7 @@ from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.run import Run
 from swarmtrain.observe.events import Event, RunResumes, RunWaits
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Enroll
+from swarmtrain.wire.messages import Heartbeat
 
 from .contexts import bare_context
 
@@ -32,8 +32,8 @@ class Waiting:
         self.run = Run(self._context, cast(Any, SimpleNamespace(step=STEP)), cast(Any, None), min_peers=1)
 
     async def show(self, stage: int, state: str, step: int = STEP) -> None:
-        sign = Enroll("run", stage, state, "1", step, "d", 0.0, 0.0, 0.0, 0.0, "", "")
-        self._context.members.enroll(f"p{stage}", sign, 0.0)
+        sign = Heartbeat("run", stage, state, "1", step, "d", 0.0, 0.0, 0.0, 0.0, "", "")
+        self._context.members.heartbeat(f"p{stage}", sign, 0.0)
         await self._context.notify()
 
     async def looks(self) -> None:

@@ -39,8 +39,8 @@ def test_a_restarted_coordinator_has_its_curve_back_and_goes_on() -> None:
 
 def test_reroutes_are_told_once_and_what_is_usual_is_no_news() -> None:
     news = RerouteNews(2)
-    assert [(e.cause, e.calls) for e in news.since_last({"timeout": 2, "busy": 9, "elsewhere": 1})] == [("timeout", 2)]
-    assert list(news.since_last({"timeout": 2, "busy": 12, "elsewhere": 7})) == []
+    assert [(e.cause, e.calls) for e in news.since_last({"timeout": 2, "busy": 9, "redirected": 1})] == [("timeout", 2)]
+    assert list(news.since_last({"timeout": 2, "busy": 12, "redirected": 7})) == []
     assert [(e.stage, e.cause, e.calls) for e in news.since_last({"timeout": 3, "failed": 1})] == [
         (2, "timeout", 1),
         (2, "failed", 1),

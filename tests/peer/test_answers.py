@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from swarmtrain.chain.dispatch import Dispatcher
-from swarmtrain.net.errors import CallRefused, Refusal
+from swarmtrain.p2p.errors import CallRefused, Refusal
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.ledger import Entry

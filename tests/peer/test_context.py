@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarmtrain.net.errors import Refusal
+from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer import context as context_module
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.wire.messages import Code

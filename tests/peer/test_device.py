@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from swarmtrain.net.errors import Refusal
+from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.compute import FIRST_HANG_S, HANG_FACTOR, HANG_S, hang_limit_s
 from swarmtrain.peer.device import DeviceWatch
 

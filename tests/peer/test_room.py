@@ -12,13 +12,13 @@ from typing import Any, cast
 import pytest
 from net.helpers import until
 
-from swarmtrain.net.errors import Refusal
-from swarmtrain.net.meter import LinkEstimate
+from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer import microbatch as microbatch_module
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.peer.microbatch import Microbatches
+from swarmtrain.rpc.meter import LinkEstimate
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, Done, Work
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from swarmtrain.net.errors import Refusal
+from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.steps import Steps
 from swarmtrain.wire.messages import Code, Prepare, Prepared, Unprepared

@@ -12,6 +12,7 @@ from runs import small
 
 from swarmtrain.errors import ManifestError
 from swarmtrain.model.state import StageState
+from swarmtrain.reduce.all_reduce import AllReduce, Lane
 from swarmtrain.reduce.coding import (
     FactorRound,
     Reduced,
@@ -22,7 +23,6 @@ from swarmtrain.reduce.coding import (
     stage_elements,
 )
 from swarmtrain.reduce.partition import owned_elements
-from swarmtrain.reduce.reduction import Lane, Reduction
 from swarmtrain.reduce.selective import PROBE_AFTER, StageCompression
 from swarmtrain.reduce.shares import EXACT, BadShare, CodedShares
 from swarmtrain.wire.messages import Prepare, RosterEntry
@@ -54,14 +54,14 @@ async def reduced_by_all(coders: list[StageCoder], shares: list[torch.Tensor | N
     prepare = Prepare("run", 1, 0, 3, 1, roster, (), True)
 
     async def one_lane(parts: list[Any], size: int, **options: Any) -> list[torch.Tensor]:
-        group: dict[str, Reduction] = {}
+        group: dict[str, AllReduce] = {}
         for i, part in enumerate(parts):
             node: Any = FakeNode(f"peer{i}", group, set())
             mine = {
                 name: value[i] if isinstance(value, list) and name == "form" else value
                 for name, value in options.items()
             }
-            group[f"peer{i}"] = Reduction(node, prepare, part, **mine)
+            group[f"peer{i}"] = AllReduce(node, prepare, part, **mine)
         outs = [torch.full((size,), float("nan")) for _ in parts]
         await asyncio.gather(*(group[f"peer{i}"].run(out) for i, out in enumerate(outs)))
         return outs
@@ -312,11 +312,11 @@ def test_fused_synchronization_equals_the_unfused_one_and_moves_less(first: int,
             roster = tuple(
                 RosterEntry(names[i], "life", b"work", elements) for i, elements in zip(peers, owned, strict=True)
             )
-            members: dict[str, Reduction] = {}
+            members: dict[str, AllReduce] = {}
             for i in peers:
                 node: Any = FakeNode(names[i], members, set())
                 prepare = Prepare("run", 1, 0, 3, 1, (), roster)
-                members[names[i]] = Reduction(node, prepare, shares[i], lane=Lane.FUSED, roster=roster)
+                members[names[i]] = AllReduce(node, prepare, shares[i], lane=Lane.FUSED, roster=roster)
             outs = [torch.empty(size) for _ in peers]
             await asyncio.gather(*(members[names[i]].run(out) for i, out in zip(peers, outs, strict=True)))
             return outs, sum(item.num_sent + item.num_received for item in members.values())

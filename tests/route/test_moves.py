@@ -140,7 +140,7 @@ class CarelessArbiter(MoveArbiter):
     """What happens without the books: it judges by who announced a stage, and forgets whom it let go."""
 
     def num_staying(self, stage: int) -> int:
-        return sum(1 for seat in self._seats.values() if seat.member.stage == stage)
+        return sum(1 for assignment in self._assignments.values() if assignment.member.stage == stage)
 
 
 def test_negative_control_an_arbiter_without_books_empties_a_stage() -> None:

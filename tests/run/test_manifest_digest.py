@@ -76,7 +76,7 @@ def test_every_key_changes_the_digest() -> None:
         | {"reproject_every": "7", "anchor_rank": "5", "match_parameters": "true"},
         "reduce": {"codec": '"int8"', "selective": "true"},
         "wire": {"forward": '"bf16"', "backward": '"bf16"'},
-        "data": {"source": '"elsewhere"', "validation_fraction": "0.1"},
+        "data": {"source": '"redirected"', "validation_fraction": "0.1"},
         "batch": {"sequences_per_microbatch": "3", "microbatches_per_step": "5", "accumulate": '"float"'},
         "optimizer": {"learning_rate": "1.0", "beta1": "0.8", "beta2": "0.9", "epsilon": "1e-9", "weight_decay": "0.0"}
         | {"clip_norm": "2.0"},

@@ -283,7 +283,7 @@ DEFECTS = (
         "a message whose checksum is wrong is taken as it is",
         (
             Change(
-                "net/receiver.py",
+                "rpc/receiver.py",
                 "        if crc != header.crc:\n",
                 "        if crc != header.crc and header.length < 0:\n",
             ),
@@ -370,8 +370,8 @@ def main() -> int:
             if chosen.known
             else find(defect, first=chosen.seed, num_seeds=chosen.seeds)
         )
-        verdict = f"seed {found.seed}" if found.seed is not None else "NOT FOUND"
-        print(f"{defect.name:26} {verdict:10} {time.monotonic() - started:5.0f} s  {found.said}", flush=True)
+        directive = f"seed {found.seed}" if found.seed is not None else "NOT FOUND"
+        print(f"{defect.name:26} {directive:10} {time.monotonic() - started:5.0f} s  {found.said}", flush=True)
         return found
 
     with ThreadPoolExecutor(chosen.processes) as pool:

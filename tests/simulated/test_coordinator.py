@@ -9,7 +9,7 @@ import sqlite3
 import pytest
 
 from swarmtrain.coordinator.journal import Journal
-from swarmtrain.coordinator.rivals import Superseded
+from swarmtrain.coordinator.split_brain import Superseded
 from swarmtrain.simulated.judge import References
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 
@@ -212,7 +212,7 @@ def test_the_last_peer_of_a_stage_dies_between_a_decision_and_its_apply(
 
 def move_elsewhere(swarm: SimulatedSwarm) -> None:
     """Copy what another machine needs to coordinate the run."""
-    here, there = swarm.coordinator.state_dir, swarm.root / "elsewhere"
+    here, there = swarm.coordinator.state_dir, swarm.root / "redirected"
     there.mkdir()
     with sqlite3.connect(here / "journal.sqlite") as journal:
         journal.execute("VACUUM INTO ?", (str(there / "journal.sqlite"),))
@@ -227,7 +227,7 @@ def test_another_machine_takes_over_under_a_higher_term(simulated: Make, referen
     swarm.run_for(1.0)
     known = swarm.invite().bootstrap[0]
     move_elsewhere(swarm)
-    swarm.start_coordinator("elsewhere", bootstrap=[known])
+    swarm.start_coordinator("redirected", bootstrap=[known])
     swarm.until(lambda: not former.is_running, "the former coordinator has noticed")
     assert [type(error) for error in former.errors] == [Superseded]
     swarm.start_coordinator("coordinator", wait=False, bootstrap=[swarm.invite().bootstrap[0]])
@@ -249,16 +249,16 @@ def test_two_coordinators_that_do_not_see_each_other_train_one_run(simulated: Ma
     for peer in swarm.peers:
         swarm.network.block("coordinator", peer.name)
         swarm.network.block(peer.name, "coordinator")
-    swarm.start_coordinator("elsewhere", bootstrap=known)
-    swarm.network.block("coordinator", "elsewhere")
-    swarm.network.block("elsewhere", "coordinator")
+    swarm.start_coordinator("redirected", bootstrap=known)
+    swarm.network.block("coordinator", "redirected")
+    swarm.network.block("redirected", "coordinator")
     wait_step(swarm, swarm.step + 2)
     assert former.is_running
     for peer in swarm.peers:
         swarm.network.block("coordinator", peer.name, False)
         swarm.network.block(peer.name, "coordinator", False)
-    swarm.network.block("coordinator", "elsewhere", False)
-    swarm.network.block("elsewhere", "coordinator", False)
+    swarm.network.block("coordinator", "redirected", False)
+    swarm.network.block("redirected", "coordinator", False)
     swarm.until(lambda: not former.is_running, "the former coordinator has noticed")
     assert [type(error) for error in former.errors] == [Superseded]
     assert_reference(swarm, references)

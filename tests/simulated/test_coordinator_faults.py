@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.coordinator.journal import Journal
-from swarmtrain.coordinator.rivals import StaleJournal, Superseded
-from swarmtrain.net.host_errors import BootstrapError
+from swarmtrain.coordinator.split_brain import StaleJournal, Superseded
+from swarmtrain.p2p.host_errors import BootstrapError
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset
 from swarmtrain.simulated.judge import References, judge
@@ -116,7 +116,7 @@ def test_nobody_is_lost_when_it_is_the_coordinators_own_transport_that_is_away(t
         coordinator.process.call_soon(host.recover)
         swarm.until(lambda: swarm.step >= 4, "the run goes on", limit_s=30.0)
         assert not coordinator.has("peer_lost")
-        assert set(reroutes(coordinator)) <= {"own-transport", "busy", "elsewhere"}
+        assert set(reroutes(coordinator)) <= {"own-transport", "busy", "redirected"}
 
 
 def test_a_peer_does_not_shun_its_neighbours_when_its_own_transport_was_away(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_peer_that_answers_is_not_lost_for_want_of_a_sign_of_life(simulated: M
 
     async def call(peer_id: str, request: object, *arguments: object, **options: object) -> object:
         nonlocal calls
-        if type(request).__name__ == "Enroll" and not swarm.is_over:
+        if type(request).__name__ == "Heartbeat" and not swarm.is_over:
             calls += 1
             await swarm.loop.create_future()  # never ends
         return await real(peer_id, request, *arguments, **options)
@@ -114,11 +114,11 @@ def test_a_peer_that_was_lost_a_moment_ago_hears_that_the_run_is_complete(
     assert member is not None
 
     async def lose() -> None:
-        await context.lose(member, "no sign of life")
+        await context.lose(member, "no heartbeat")
 
     coordinator.process.spawn(lose(), "lose a peer")
     assert_reference(swarm, references)  # which waits until all daemons have ended
-    assert said(swarm, "peer_lost", peer=peer.peer_id, reason="no sign of life")
+    assert said(swarm, "peer_lost", peer=peer.peer_id, reason="no heartbeat")
 
 
 def test_a_peer_between_two_stages_hears_that_the_run_is_complete(simulated: Make, references: References) -> None:
@@ -140,7 +140,7 @@ def test_a_peer_between_two_stages_hears_that_the_run_is_complete(simulated: Mak
 def test_work_that_waits_for_another_stage_when_its_peer_moves_is_refused(
     simulated: Make, references: References
 ) -> None:
-    """Seed 200034. The answer from below comes when the compute thread of the former seat has stopped."""
+    """Seed 200034. The answer from below comes when the compute thread of the former assignment has stopped."""
     swarm = simulated(tiny("stages.count=2", "model.num_layers=2", "wire.forward=ef-topk25", "wire.backward=topk25"))
     swarm.start_coordinator(min_peers=4)
     mover = swarm.start_peer("mover", 0, drain_s=0.5)
@@ -152,7 +152,7 @@ def test_work_that_waits_for_another_stage_when_its_peer_moves_is_refused(
     for peer in last:
         peer.process.stop()
     mover.process.call_soon(lambda: mover.daemon._move(0))
-    swarm.until(lambda: mover.daemon.settled not in (None, former), "it has another seat")
+    swarm.until(lambda: mover.daemon.settled not in (None, former), "it has another assignment")
     for peer in last:
         peer.process.resume()
     assert_as_good_as_reference(swarm, references)

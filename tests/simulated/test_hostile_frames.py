@@ -17,7 +17,7 @@ from swarmtrain.chain.neighbours import stage_topic
 from swarmtrain.chain.rebalancing import INTENT_TOPIC, MoveRules
 from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
 from swarmtrain.model.sizes import id_type
-from swarmtrain.net.errors import CallRefused
+from swarmtrain.p2p.errors import CallRefused
 from swarmtrain.reduce.coding import stage_elements
 from swarmtrain.simulated.judge import References
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
@@ -25,17 +25,17 @@ from swarmtrain.wire.messages import (
     Apply,
     AskMove,
     Code,
-    Enroll,
     FetchBasis,
     FetchDigests,
     FetchRun,
     FetchState,
-    Hungry,
-    Part,
+    Heartbeat,
     Prepare,
+    ReduceShare,
     Replay,
     RosterEntry,
     SeekStage,
+    StealRequest,
     Work,
 )
 from swarmtrain.wire.schema import Message
@@ -129,8 +129,8 @@ def test_questions_that_a_peer_cannot_answer_are_refused(simulated: Make, refere
         (FetchBasis("another", step), Code.WRONG_RUN),
         (FetchBasis(run, 10**6), Code.UNKNOWN),
         (FetchState(run, 1, step, 10**6), Code.UNKNOWN),
-        (Hungry("another", 1, 0.0, 1.0), ANSWERED),
-        (Hungry(run, 0, 0.0, 1.0), ANSWERED),
+        (StealRequest("another", 1, 0.0, 1.0), ANSWERED),
+        (StealRequest(run, 0, 0.0, 1.0), ANSWERED),
     ]
     found = outcomes(swarm, peers[0], peers[1], [message for message, _ in wrong])
     assert found[:3] == [str(code) for _, code in wrong[:3]]
@@ -179,7 +179,7 @@ def test_questions_that_a_coordinator_cannot_answer_are_refused(simulated: Make,
     status = coordinator.status()
     run, saved = status["run"], status["checkpoint_step"]
     assert saved == 1
-    sign = Enroll(run, 0, "joining", "liar", 0, "", 1.0, 1.0, 0.0, 0.0, "liar", "0")
+    sign = Heartbeat(run, 0, "joining", "liar", 0, "", 1.0, 1.0, 0.0, 0.0, "liar", "0")
     wrong: list[tuple[Message, str]] = [
         (FetchRun("another"), Code.WRONG_RUN),
         (replace(sign, run="another"), Code.WRONG_RUN),
@@ -207,16 +207,16 @@ def test_a_share_that_is_none_costs_its_sender_the_attempt(
     wait_step(swarm, 1)
     node = peers[0].daemon.settled.node
     spoilt: list[str] = []
-    call, handler = node.call, peers[0].daemon._handlers[Part]
+    call, handler = node.call, peers[0].daemon._handlers[ReduceShare]
 
     async def call_badly(peer_id: str, message: Message, *rest: Any, **options: Any) -> Message:
-        if isinstance(message, Part) and len(message.values) and len(spoilt) < 2:
+        if isinstance(message, ReduceShare) and len(message.values) and len(spoilt) < 2:
             values = b"abc" if not spoilt else np.full(len(message.values) // 5, np.nan).tobytes()
             spoilt.append("share")
             message = replace(message, values=values)
         return await call(peer_id, message, *rest, **options)
 
-    async def answer_badly(part: Part, exchange: Any) -> Any:
+    async def answer_badly(part: ReduceShare, exchange: Any) -> Any:
         found = await handler(part, exchange)
         if spoilt:
             return found
@@ -226,7 +226,7 @@ def test_a_share_that_is_none_costs_its_sender_the_attempt(
     if broken == "share":
         node.call = call_badly
     else:
-        peers[0].daemon._handlers[Part] = answer_badly
+        peers[0].daemon._handlers[ReduceShare] = answer_badly
     swarm.until(lambda: bool(spoilt), "something was spoilt")
     assert_reference(swarm, references)
     assert any(life.has("prepare_failed") for life in swarm.lives.values())

@@ -155,7 +155,7 @@ def test_a_paused_peer_that_falls_behind_is_not_lost(simulated: Make) -> None:
     gate.process.stop()
 
     def num_signs() -> int:
-        return int(resting.status()["traffic"]["sent"]["kinds"]["enroll"]["num_messages"])
+        return int(resting.status()["traffic"]["sent"]["kinds"]["heartbeat"]["num_messages"])
 
     first = num_signs()
     swarm.until(lambda: num_signs() >= first + 3, "it shows that it lives")

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 
 from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
-from swarmtrain.net.errors import CallRefused
+from swarmtrain.p2p.errors import CallRefused
 from swarmtrain.simulated.judge import References
-from swarmtrain.wire.messages import Code, FetchDigests, FetchRun, FetchState, Part, Work
+from swarmtrain.wire.messages import Code, FetchDigests, FetchRun, FetchState, ReduceShare, Work
 from swarmtrain.wire.schema import Message
 
 from .conftest import Make
@@ -38,8 +38,8 @@ def test_messages_of_another_run_stage_step_or_term_are_refused(simulated: Make,
         (replace(work, term=2**39), Code.BEHIND),
         (work, Code.AHEAD),
         (replace(work, step=10**9), Code.BEHIND),
-        (Part(work.run, work.term, 1, 10**9, 10**9, 0, b""), Code.UNKNOWN),
-        (Part(work.run, 2**39, 1, 10**9, 10**9, 0, b""), Code.BEHIND),
+        (ReduceShare(work.run, work.term, 1, 10**9, 10**9, 0, b""), Code.UNKNOWN),
+        (ReduceShare(work.run, 2**39, 1, 10**9, 10**9, 0, b""), Code.BEHIND),
         (FetchState(work.run, 1, 10**9, 0), Code.UNKNOWN),
         (FetchState(work.run, 2, 0, 0), Code.WRONG_STAGE),
         (FetchDigests("another", 1, 0), Code.WRONG_STAGE),

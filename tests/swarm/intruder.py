@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from swarmtrain.net.errors import CallRefused
-from swarmtrain.net.exchange import Exchange
-from swarmtrain.net.host import Host
-from swarmtrain.net.host_options import HostOptions
-from swarmtrain.net.node import Node
-from swarmtrain.net.transport import ByteStream
+from swarmtrain.p2p.errors import CallRefused
+from swarmtrain.p2p.host import Host
+from swarmtrain.p2p.host_options import HostOptions
+from swarmtrain.p2p.transport import ByteStream
+from swarmtrain.rpc.exchange import Exchange
+from swarmtrain.rpc.node import Node
 from swarmtrain.wire import frames
 from swarmtrain.wire.frames import FrameType, Start
 from swarmtrain.wire.messages import MESSAGES, Acknowledged

@@ -21,10 +21,10 @@ from swarmtrain.wire.frames import FrameType
 from swarmtrain.wire.messages import (
     Apply,
     Code,
-    Enroll,
     FetchDigests,
     FetchRun,
     FetchState,
+    Heartbeat,
     Leave,
     Prepare,
     Replay,
@@ -217,15 +217,15 @@ def test_wrong_tensors_and_tokens_are_refused(swarm: Swarm, tmp_path: Path) -> N
     assert peer.status()["refused"][Code.BAD_TENSOR] >= before + len(changes)
 
 
-def enroll(run: str, stage: int) -> Enroll:
-    return Enroll(run, stage, "serving", "life", 0, "", 0.0, 0.0, 0.0, 0.0, "intruder", "0")
+def heartbeat(run: str, stage: int) -> Heartbeat:
+    return Heartbeat(run, stage, "serving", "life", 0, "", 0.0, 0.0, 0.0, 0.0, "intruder", "0")
 
 
 def test_the_coordinator_refuses_what_is_not_for_it(swarm: Swarm, tmp_path: Path) -> None:
     run = swarm.coordinator.status()["run"]
     wrong: list[tuple[Message, Code]] = [
-        (enroll("another", 0), Code.WRONG_RUN),
-        (enroll(run, 4), Code.WRONG_STAGE),
+        (heartbeat("another", 0), Code.WRONG_RUN),
+        (heartbeat(run, 4), Code.WRONG_STAGE),
         (FetchRun("another"), Code.WRONG_RUN),
         (good_work(swarm, 0, 0), Code.UNKNOWN),
         (Leave(run, 2**39, "stop"), Code.UNKNOWN),

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.errors import ExitCode
-from swarmtrain.net.host import Host
-from swarmtrain.net.host_options import HostOptions
 from swarmtrain.observe.events import Events
+from swarmtrain.p2p.host import Host
+from swarmtrain.p2p.host_options import HostOptions
 from swarmtrain.peer.coordinator_link import RunUnreachable
 from swarmtrain.peer.daemon import PeerDaemon
 from swarmtrain.peer.options import PeerOptions

@@ -1,0 +1,120 @@
+"""Peers come, show heartbeats, and go: what the coordinator answers, and who is counted as lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from swarmtrain import world
+from swarmtrain.coordinator.admission import judge, some_donors
+from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.members import Member
+from swarmtrain.coordinator.split_brain import HOLDS_STATE, check_peers
+from swarmtrain.observe import word
+from swarmtrain.observe.events import PeerJoined, PeerLost
+from swarmtrain.p2p.errors import Refusal
+from swarmtrain.wire.messages import STALLED, Code, Directive, Heartbeat, Verdict
+
+WATCH_S = 1.0
+FURTHER_S = 4.0  # so long others may come and say what they have, before the journal is found to be old
+MAX_FURTHER = 4096
+
+
+class Heartbeats:
+    """Answers `Heartbeat`, and notices who has fallen silent."""
+
+    def __init__(self, context: RunContext, tell_decision: Callable[[Member], None]) -> None:
+        """`tell_decision` is called with every peer that may not have heard of the last decision."""
+        self._context, self._tell_decision = context, tell_decision
+        self._rng = world.random()
+        self._further: dict[str, tuple[int, int]] = {}  # term and step of peers that are further than the journal
+        self._further_since = 0.0
+
+    async def heartbeat(self, sign: Heartbeat, peer_id: str) -> Verdict:
+        """Note a heartbeat; tell the peer what to do."""
+        context = self._context
+        if sign.run != context.run_id:
+            raise Refusal(Code.WRONG_RUN, f"this is run {context.run_id}")
+        if sign.stage >= context.manifest.stages.count:
+            raise Refusal(Code.WRONG_STAGE, f"the run has stages 0 to {context.manifest.stages.count - 1}")
+        context.heard(peer_id)
+        if sign.state == "gone":
+            await self._left(peer_id)
+            return Verdict(context.term, context.step, Directive.LEAVE, "", 0, "", ())
+        self._check_not_further(sign, peer_id)
+        former = context.members.get(peer_id)
+        restarted = context.members.heartbeat(peer_id, sign, asyncio.get_running_loop().time())
+        if restarted is not None:
+            context.events.emit(PeerLost(restarted.peer_id, restarted.stage, "it has restarted"))
+            if context.books is not None:
+                context.books.lose(restarted.stage, restarted.key)
+        member = context.members.get(peer_id)
+        assert member is not None
+        if sign.state == STALLED and former is not None and former.state == "serving":
+            context.events.emit(PeerLost(member.peer_id, member.stage, "its device does not answer"))
+        if context.books is not None and sign.state in ("syncing", STALLED):
+            context.books.lose(member.stage, member.key)  # it has dropped its ledger, or nobody can have it
+        self._tell_decision(member)
+        if member.state == "serving" and (former is None or former.state != "serving"):
+            context.events.emit(PeerJoined(member.peer_id, member.stage, member.step))
+        answer = judge(member, context.members, context.standing, context.stages[sign.stage])
+        if answer.directive is Directive.SERVE and member.state != STALLED:
+            context.members.admit(peer_id)
+        await context.notify()
+        offer = answer.offer
+        return Verdict(
+            term=context.term,
+            step=context.step,
+            directive=answer.directive,
+            reason=answer.reason or self._why_no_work(member)[:1000],
+            sync_step=offer.step if offer else 0,
+            sync_digest=offer.digest if offer else "",
+            donors=some_donors(offer.donors, self._rng) if offer else (),
+        )
+
+    def _check_not_further(self, sign: Heartbeat, peer_id: str) -> None:
+        """A peer that has seen steps which the journal does not know must not lose them: it is told nothing."""
+        known = self._context.known
+        if sign.state not in HOLDS_STATE or not known.is_behind(sign.state_term, sign.step):
+            self._further.pop(peer_id, None)
+            return
+        if not self._further:
+            self._further_since = asyncio.get_running_loop().time()
+        if len(self._further) < MAX_FURTHER:
+            self._further[peer_id] = (sign.state_term, sign.step)
+        raise Refusal(Code.NOT_SERVING, f"the journal here ends at step {known.num_steps}: it is an old copy", 1.0)
+
+    def _check_journal(self) -> None:
+        """StaleJournal if most of those who have come know more than the journal."""
+        if self._further and asyncio.get_running_loop().time() - self._further_since > FURTHER_S:
+            here = [m for m in self._context.members.everybody() if m.state in HOLDS_STATE]
+            check_peers(self._context.known, [*self._further.values(), *((0, member.step) for member in here)])
+
+    def _why_no_work(self, member: Member) -> str:
+        """For a serving peer: what keeps work from it, as far as it is known here."""
+        context = self._context
+        if member.stage == 0 and context.dispatcher.neighbours.router.is_banned(member.peer_id):
+            return word.banned("calls to it failed, so the coordinator gives it no work for a while")
+        return context.waits_for
+
+    async def watch(self) -> None:
+        """Peers without a heartbeat are lost. Runs until it is cancelled."""
+        loop, members = asyncio.get_running_loop(), self._context.members
+        while True:
+            self._check_journal()
+            looked_at = loop.time()
+            await asyncio.sleep(WATCH_S)
+            asleep_s = loop.time() - looked_at - WATCH_S
+            if not await self._context.node.is_up():  # without this host's own transport nobody can be heard
+                members.excuse(loop.time() - looked_at)
+            elif asleep_s > WATCH_S:  # nor while this process stood still
+                members.excuse(asleep_s)
+            for member in members.silent(loop.time()):
+                await self._context.lose(member, "no heartbeat")
+
+    async def _left(self, peer_id: str) -> None:
+        member = self._context.members.get(peer_id)
+        if member is not None:
+            await self._context.lose(member, "it has left", has_left=True)
+        else:
+            await self._context.notify()

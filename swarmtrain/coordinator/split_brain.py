@@ -1,0 +1,131 @@
+"""One coordinator at a time: who else holds the run's key and coordinates, and who yields.
+
+A coordinator that was started on an old copy of its directory would set a healthy run back: it takes the next term,
+which peers obey, and knows of none of the steps since the copy was made. Those who know better are its rivals, whose
+claims the run's key has signed, and the run's peers: each says how many steps it has applied, and in which term. In a
+term that the journal knows of, nobody can have applied a step that is not in it, since a decision is journaled before
+anybody hears of it. (States of earlier terms may be ahead: the run has gone back since.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swarmtrain.chain.claim import Claim
+from swarmtrain.chain.neighbours import PeerRecord, stage_topic
+from swarmtrain.chain.offer import COORDINATOR_TOPIC
+from swarmtrain.coordinator.journal_files import JournalError
+from swarmtrain.directory.directory import Directory
+from swarmtrain.errors import ExitCode, SwarmtrainError
+
+log = logging.getLogger(__name__)
+
+HOLDS_STATE = ("serving", "draining", "paused")
+
+
+class Superseded(SwarmtrainError):
+    """Another coordinator has taken over the run: its term is higher, or as high and it has got further."""
+
+    error_id = "ST-SUPERSEDED"
+    exit_code = ExitCode.REFUSED
+
+    @classmethod
+    def by(cls, rival: Claim, own: Claim) -> Superseded:
+        """For a coordinator with this claim."""
+        who = f"{rival.peer_id[-8:]} coordinates"
+        if rival.peer_id == own.peer_id:
+            who = "another process with this coordinator's identity, on a copy of its directory, coordinates"
+        fix = "leave the run to it, or stop it first"
+        if Known(rival.term - 1, rival.step).is_behind(own.term, own.step):
+            fix = "this one is further: the other ends when peers tell it so; then start this one again"
+        return cls(f"{who} this run under term {rival.term}; this one's is {own.term}", fix=fix)
+
+
+class StaleJournal(JournalError):
+    """The run is further than this journal: it is an old copy, and must not set the run back."""
+
+    error_id = "ST-JOURNAL-STALE"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a journal knows: `num_steps` decided steps, and that nothing was taken back since `term`."""
+
+    term: int
+    num_steps: int
+
+    def is_behind(self, term: int, step: int) -> bool:
+        """Whether somebody who came to `step` applied steps in `term` has seen what this journal has not."""
+        return term >= self.term and step > self.num_steps
+
+    def error(self, who: str, step: int) -> StaleJournal:
+        """What the coordinator ends with."""
+        return StaleJournal(
+            f"{who} at step {step}; this coordinator's journal ends at step {self.num_steps}: it is an old copy",
+            fix="start the coordinator on the newest copy of its directory; if there is no other, end all peers first, "
+            "and this run goes on from its own last checkpoint",
+        )
+
+
+async def next_term(directory: Directory, own: Claim, known: Known, num_stages: int) -> int:
+    """The term that this coordinator takes. Superseded if somebody coordinates under that or a later one, unless on an
+    old copy of this journal; StaleJournal if it is this journal that is the old copy.
+
+    Whom this process cannot see yet it finds while it runs.
+    """
+    term = own.term
+    for rival in await _claims(directory, own):
+        if known.is_behind(rival.term, rival.step):
+            raise known.error(f"{rival.peer_id[-8:]} coordinates this run, or did a minute ago,", rival.step)
+        if rival.term < own.term:
+            continue  # it was in charge before, as the journal knows
+        if not Known(rival.term - 1, rival.step).is_behind(known.term, known.num_steps):
+            raise Superseded.by(rival, own)
+        term = max(term, rival.term + 1)
+    check_peers(known, [(peer.state_term, peer.step) for peer in await _peers(directory, num_stages)])
+    return term
+
+
+async def check_running(directory: Directory, own: Claim) -> None:
+    """Superseded if another claim is greater. Peers obey the greatest only: there is nothing left to do."""
+    for rival in await _claims(directory, own):
+        if rival > own:
+            raise Superseded.by(rival, own)
+
+
+def check_peers(known: Known, states: Iterable[tuple[int, int]]) -> None:
+    """StaleJournal if most of the peers (the term and the step of each one's state) are further than the journal.
+
+    Most: what one of them says may be wrong, or a lie.
+    """
+    states = list(states)
+    further = [step for term, step in states if known.is_behind(term, step)]
+    if 2 * len(further) > len(states):
+        raise known.error(f"{len(further)} of {len(states)} peers are", max(further))
+
+
+async def _claims(directory: Directory, own: Claim) -> list[Claim]:
+    """Of all other processes."""
+    try:
+        records = await directory.lookup(COORDINATOR_TOPIC)
+    except SwarmtrainError as error:
+        log.info("cannot look for other coordinators: %s", error)
+        return []
+    claims = [Claim.read(peer_id, record.value) for peer_id, record in records.items()]
+    return [claim for claim in claims if claim is not None and (claim.peer_id, claim.life) != (own.peer_id, own.life)]
+
+
+async def _peers(directory: Directory, num_stages: int) -> list[PeerRecord]:
+    """Those who hold a state, as the directory lists them."""
+    found = []
+    for stage in range(num_stages):
+        try:
+            records = await directory.lookup(stage_topic(stage))
+        except SwarmtrainError as error:
+            log.info("cannot look for peers of stage %d: %s", stage, error)
+            continue
+        read = [PeerRecord.from_value(record.value) for record in records.values()]
+        found += [peer for peer in read if peer is not None and peer.state in HOLDS_STATE]
+    return found

@@ -1,0 +1,1 @@
+"""The run's directory: a DHT of signed records."""

@@ -1,0 +1,400 @@
+"""A node of the run's DHT, inside this process: Kademlia over the host's small calls, trusting nobody.
+
+Differences from hivemind's node, each for a fault that was met there: a peer's place in the DHT follows from its peer
+id (nobody can sit in many places); bad records are dropped one by one (there, one bad record hides all others of its
+key); everything is bounded before it is decoded, and so is a search; nothing is cached, so that what is found was on
+the network just now; our own outages are not blamed on others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import logging
+import statistics
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from swarmtrain import world
+from swarmtrain.directory.dht_messages import (
+    MAX_ADDRESS_BYTES,
+    MAX_ADDRESSES,
+    MAX_RECORDS_PER_ANSWER,
+    Find,
+    FoundHere,
+    MalformedDhtMessage,
+    Ping,
+    Pong,
+    Store,
+    Stored,
+)
+from swarmtrain.directory.kademlia import PLACE_BYTES, RoutingTable, search
+from swarmtrain.directory.record_store import RecordStore
+from swarmtrain.directory.records import Flaw, FlawedRecord, Record, RecordChecker, dht_key, topic_of
+from swarmtrain.p2p.addresses import Address, peer_id_from_bytes, peer_id_to_bytes
+from swarmtrain.p2p.errors import NetError
+from swarmtrain.p2p.host_errors import AddressError, HostDownError
+from swarmtrain.p2p.network import CallNetwork
+
+logger = logging.getLogger(__name__)
+
+BUCKET_SIZE = 20  # Kademlia's k; also how many of the nearest nodes a search asks
+MAX_PARTS = 8 * PLACE_BYTES
+NUM_PER_PART = 5  # nodes that are asked in each other part of the DHT
+NUM_WORKERS = 4  # calls of one search under way at a time
+CALL_TIMEOUT_S = 3.0
+MAX_ASKED = 96  # by one search: those who claim to know ever nearer nodes cannot keep it busy
+MAX_ANSWER_BYTES = 2 * 2**20  # below the size at which p2pd drops an answer
+SUSPECT_FIRST_S, SUSPECT_LONGEST_S = 5.0, 60.0
+MAX_REMEMBERED_PEERS = 256
+NUM_CLOCKS = 5  # of neighbours, to compare ours with
+
+
+Answer = TypeVar("Answer", Pong, Stored, FoundHere)
+_Question = Ping | Store | Find
+
+
+@dataclass(slots=True)
+class _Suspect:
+    until: float
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search brought: the newest live record of each owner, who holds it, and the nearest nodes in order."""
+
+    records: dict[str, tuple[Record, bytes]]
+    holders: dict[str, set[str]]
+    nearest: list[str]
+
+
+@functools.lru_cache(maxsize=8192)  # asked for every peer in every answer
+def place_of_peer(peer_id: str) -> int:
+    """A peer's place in the DHT: a hash of its identity, so that it cannot be chosen freely."""
+    return _place(b"swarmtrain node\0" + peer_id_to_bytes(peer_id))
+
+
+def place_of_topic(run_id: str, topic: str) -> int:
+    """A topic's place in the DHT."""
+    return _place(dht_key(run_id, topic).encode())
+
+
+def _place(name: bytes) -> int:
+    return int.from_bytes(hashlib.sha1(name).digest(), "big")
+
+
+def _place_bytes(place: int) -> bytes:
+    return place.to_bytes(PLACE_BYTES, "big")
+
+
+class DhtNode:
+    """See the module. In client mode it asks others but keeps nothing for them, and they do not know it."""
+
+    def __init__(
+        self,
+        network: CallNetwork,
+        run_id: str,
+        checker: RecordChecker,
+        store: RecordStore,
+        *,
+        client_mode: bool = False,
+        clock: Callable[[], float] = world.wall,
+    ) -> None:
+        self.place = place_of_peer(network.peer_id)
+        self._table = RoutingTable(self.place, BUCKET_SIZE)
+        self.store = store
+        self.checker = checker
+        self.seen: OrderedDict[str, None] = OrderedDict()  # peers that once answered: ways back after an outage
+        self._network = network
+        self._run_id = run_id
+        self._clock = clock
+        self._client_mode = client_mode
+        self._own_name = b"" if client_mode else _place_bytes(self.place)
+        self._suspects: dict[str, _Suspect] = {}
+        self._clock_offsets: OrderedDict[str, float] = OrderedDict()
+        self._background: set[asyncio.Task[bool]] = set()
+        self._being_pinged: set[str] = set()
+        self._is_closed = False
+        self._next_part = 0  # to be refreshed
+        self.was_alone = False  # since this was last looked at: others may have called before it was noticed
+
+    async def serve(self) -> None:
+        """Begin to answer other nodes (not in client mode)."""
+        if self._client_mode:
+            return
+        await self._network.serve_calls(self._protocol("ping"), self._answer_ping)
+        await self._network.serve_calls(self._protocol("store"), self._answer_store)
+        await self._network.serve_calls(self._protocol("find"), self._answer_find)
+
+    def close(self) -> None:
+        """Answer nobody any more, and end what runs in the background."""
+        self._is_closed = True
+        for task in self._background:
+            task.cancel()
+
+    @property
+    def neighbours(self) -> set[str]:
+        """The other nodes in the routing table."""
+        return self._table.peers()
+
+    @property
+    def clock_offset_s(self) -> float:
+        """By how much the clocks of others are ahead of ours (median)."""
+        return statistics.median(self._clock_offsets.values()) if self._clock_offsets else 0.0
+
+    def clock_offsets(self) -> list[float]:
+        """By how much the clocks of others are ahead of ours, of each that was measured."""
+        return list(self._clock_offsets.values())
+
+    async def measure_clocks(self) -> None:
+        """Ask some neighbours for their time: at first several, then one at a time, in turn."""
+        known, neighbours = self._clock_offsets, sorted(self.neighbours)
+        for gone in [peer_id for peer_id in known if peer_id not in neighbours]:
+            del known[gone]
+        unknown = [peer_id for peer_id in neighbours if peer_id not in known]
+        oldest = [peer_id for peer_id in known if peer_id in neighbours][:1]
+        wanted = unknown[: max(0, NUM_CLOCKS - len(known))] or oldest
+        for peer_id in wanted:
+            known.pop(peer_id, None)
+        await asyncio.gather(*(self.ping(peer_id) for peer_id in wanted))
+
+    def time_has_changed(self) -> None:
+        """Our clock was set: what was measured or kept by the old time says nothing."""
+        self._clock_offsets.clear()
+        self._suspects.clear()
+        self.store.clear()
+
+    def trust_again(self) -> None:
+        """Forget who failed: after an outage it was not their fault."""
+        self._suspects.clear()
+
+    def _protocol(self, method: str) -> str:
+        return f"/swarmtrain/directory/1/{self._run_id}/{method}"
+
+    # ---- calls to others --------------------------------------------------------------------------------------------
+
+    async def ping(self, peer_id: str) -> bool:
+        """True if the peer answers as a node of this DHT; both then know each other."""
+        asked_at = self._clock()
+        answer = await self._call(peer_id, "ping", Ping(self._own_name, self._own_addresses()), Pong)
+        if answer is None:
+            return False
+        answered_at = self._clock()
+        if 0 <= answered_at - asked_at < 1.0:  # a slow answer says little of the clock
+            self._clock_offsets[peer_id] = answer.time - (asked_at + answered_at) / 2
+            while len(self._clock_offsets) > 64:
+                self._clock_offsets.popitem(last=False)
+        return True
+
+    async def put_at(self, peer_id: str, key: int, raw: bytes) -> bool:
+        """Ask a node to keep a record; True if it says it does."""
+        answer = await self._call(peer_id, "store", Store(self._own_name, _place_bytes(key), (raw,)), Stored)
+        return answer is not None and answer.accepted == (True,)
+
+    async def search(self, topic: str) -> Found:
+        """Ask the nodes nearest to the topic, our own store included, for its records."""
+        found = Found({}, {}, [])
+        key = place_of_topic(self._run_id, topic)
+        for raw in self.store.get(key):
+            self._add(found, raw, topic, holder=self._network.peer_id)
+        nearest = await self._search(key, lambda peer_id, raw: self._add(found, raw, topic, holder=peer_id))
+        found.nearest.extend(nearest)
+        return found
+
+    async def find_nearest(self, key: int) -> list[str]:
+        """The nodes nearest to `key` that answered, nearest first, without ourselves."""
+        return await self._search(key, lambda peer_id, raw: None)
+
+    async def refresh(self, ways: Iterable[str], *, num_parts: int) -> None:
+        """Get to know somebody in other parts of the DHT, each in its turn, by asking `ways` as well.
+
+        Without it, many who join at once through one node know that one and those nearest to themselves: a search from
+        there ends among them, and does not find what lies elsewhere.
+        """
+        if len(self._table) < BUCKET_SIZE:
+            return  # looking ourselves up has asked everybody
+        places = self._table.far_places()
+        for _ in range(min(num_parts, len(places))):
+            key = places[self._next_part % len(places)]
+            self._next_part += 1
+            await self._search(key, lambda peer_id, raw: None, also=ways, beam=NUM_PER_PART)
+
+    async def _search(
+        self,
+        key: int,
+        on_record: Callable[[str, bytes], None],
+        *,
+        also: Iterable[str] = (),
+        beam: int = BUCKET_SIZE,
+    ) -> list[str]:
+        async def ask(peer_id: str) -> dict[int, str] | None:
+            suspect = self._suspects.get(peer_id)
+            if suspect is not None and suspect.until > self._clock():
+                return None
+            question = Find(self._own_name, _place_bytes(key), self._own_addresses())
+            answer = await self._call(peer_id, "find", question, FoundHere)
+            if answer is None:
+                return None
+            for raw in answer.records:
+                on_record(peer_id, raw)
+            return self._hear_of(answer.neighbours)
+
+        start = self._table.nearest(key, beam)
+        for others in await asyncio.gather(*(ask(peer_id) for peer_id in also)):
+            start.update(others or {})
+        return await search(
+            key,
+            start,
+            ask,
+            own_place=self.place,
+            beam=beam,
+            num_workers=NUM_WORKERS,
+            max_asked=MAX_ASKED,
+        )
+
+    async def _call(self, peer_id: str, method: str, question: _Question, answer_type: type[Answer]) -> Answer | None:
+        """The peer's answer, or None; either way the routing table learns of it."""
+        try:
+            raw = await self._network.call(peer_id, self._protocol(method), question.pack(), timeout_s=CALL_TIMEOUT_S)
+            answer = answer_type.unpack(raw)
+        except HostDownError:
+            return None  # our own fault, not the peer's
+        except (NetError, MalformedDhtMessage) as error:
+            logger.debug("%s of %s failed: %s", method, peer_id, error)
+            self._note_failure(peer_id)
+            return None
+        self._note_success(peer_id, answer.responder)
+        return answer
+
+    def _add(self, found: Found, raw: bytes, topic: str, holder: str) -> None:
+        try:
+            record = self.checker.check(raw, topic)
+        except FlawedRecord as error:
+            logger.debug("a record of %s from %s was dropped: %s", topic, holder, error)
+            return
+        held = found.records.get(record.peer_id)
+        if held is None or held[0].expires_at < record.expires_at:
+            found.records[record.peer_id] = (record, raw)
+            found.holders[record.peer_id] = {holder}
+        elif held[1] == raw:
+            found.holders[record.peer_id].add(holder)
+
+    # ---- answers to others ------------------------------------------------------------------------------------------
+
+    async def _answer_ping(self, caller: str, payload: bytes) -> bytes:
+        question = Ping.unpack(payload)
+        self._note_caller(caller, question.sender, question.addresses)
+        return Pong(self._own_name, self._clock()).pack()
+
+    async def _answer_store(self, caller: str, payload: bytes) -> bytes:
+        question = Store.unpack(payload)
+        self._note_caller(caller, question.sender)
+        accepted = []
+        for raw in question.records:
+            accepted.append(self.keep(int.from_bytes(question.key, "big"), raw))
+            await asyncio.sleep(0)  # a check costs 100 us: let others have their turn
+        return Stored(self._own_name, tuple(accepted)).pack()
+
+    async def _answer_find(self, caller: str, payload: bytes) -> bytes:
+        question = Find.unpack(payload)
+        self._note_caller(caller, question.sender, question.addresses)
+        key = int.from_bytes(question.key, "big")
+        records = self.store.get(key)[:MAX_RECORDS_PER_ANSWER]
+        while sum(map(len, records)) > MAX_ANSWER_BYTES:  # only with limits far above the default
+            records = records[: len(records) // 2]
+        near = self._table.nearest(key, BUCKET_SIZE, without=place_of_peer(caller))
+        neighbours = tuple(
+            (peer_id_to_bytes(peer_id), _packed(self._network.known_addresses(peer_id))) for peer_id in near.values()
+        )
+        return FoundHere(self._own_name, tuple(records), neighbours).pack()
+
+    def keep(self, key: int, raw: bytes) -> bool:
+        """Check a record and keep it; False, and counted, if it is flawed or a cap refuses it."""
+        try:
+            topic = topic_of(raw)
+            if place_of_topic(self._run_id, topic) != key:
+                raise FlawedRecord(Flaw.MISPLACED)
+        except FlawedRecord as error:
+            self.checker.dropped[error.flaw] += 1
+            return False
+        try:
+            record = self.checker.check(raw, topic)
+        except FlawedRecord:
+            return False
+        if not self.store.put(key, record.peer_id, raw, record.expires_at):
+            self.checker.dropped[Flaw.OVER_CAP] += 1
+            return False
+        return True
+
+    # ---- who is there -----------------------------------------------------------------------------------------------
+
+    def _note_caller(self, peer_id: str, name: bytes, addresses: tuple[bytes, ...] = ()) -> None:
+        if self._is_closed:
+            raise HostDownError("this node has left the directory")
+        if name == _place_bytes(place_of_peer(peer_id)):  # empty for a client, which wants to stay out of the table
+            self._network.learn(_unpacked(addresses, peer_id), of=peer_id)
+            self._enter(peer_id)
+
+    def _own_addresses(self) -> tuple[bytes, ...]:
+        return () if self._client_mode else _packed(self._network.addresses())
+
+    def _hear_of(self, neighbours: tuple[tuple[bytes, tuple[bytes, ...]], ...]) -> dict[int, str]:
+        """Peers that another node named, at the places that follow from their identities."""
+        places = {}
+        for raw, addresses in neighbours:
+            try:
+                peer_id = peer_id_from_bytes(raw)
+            except AddressError:
+                continue
+            if peer_id != self._network.peer_id:
+                self._network.hear(_unpacked(addresses, peer_id), of=peer_id)
+            places[place_of_peer(peer_id)] = peer_id
+        return places
+
+    def _note_success(self, peer_id: str, name: bytes) -> None:
+        self._suspects.pop(peer_id, None)
+        if name == _place_bytes(place_of_peer(peer_id)):
+            self._enter(peer_id)
+            self.seen[peer_id] = None
+            self.seen.move_to_end(peer_id)
+            while len(self.seen) > MAX_REMEMBERED_PEERS:
+                self.seen.popitem(last=False)
+
+    def _enter(self, peer_id: str) -> None:
+        oldest = self._table.add(place_of_peer(peer_id), peer_id)
+        if oldest is not None and oldest not in self._being_pinged:
+            self._being_pinged.add(oldest)
+            task = asyncio.create_task(self.ping(oldest))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+            task.add_done_callback(lambda _: self._being_pinged.discard(oldest))
+
+    def _note_failure(self, peer_id: str) -> None:
+        known = self._suspects.get(peer_id)
+        pause_s = min(2 * known.pause_s, SUSPECT_LONGEST_S) if known is not None else SUSPECT_FIRST_S
+        self._suspects[peer_id] = _Suspect(self._clock() + pause_s, pause_s)
+        if len(self._suspects) > 4 * MAX_REMEMBERED_PEERS:
+            now = self._clock()
+            self._suspects = {peer: suspect for peer, suspect in self._suspects.items() if suspect.until > now}
+        self._table.remove(place_of_peer(peer_id))
+        self.was_alone = self.was_alone or not len(self._table)
+
+
+def _packed(addresses: tuple[str, ...]) -> tuple[bytes, ...]:
+    raw = (Address.parse(text).without_peer().to_bytes() for text in addresses[:MAX_ADDRESSES])
+    return tuple(part for part in raw if len(part) <= MAX_ADDRESS_BYTES)
+
+
+def _unpacked(addresses: tuple[bytes, ...], peer_id: str) -> list[str]:
+    """Addresses from a stranger, those that can be read."""
+    readable = []
+    for raw in addresses:
+        try:
+            readable.append(str(Address.from_bytes(raw).with_peer(peer_id)))
+        except AddressError as error:
+            logger.debug("an address of %s was ignored: %s", peer_id, error)
+    return readable

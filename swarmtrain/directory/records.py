@@ -1,0 +1,244 @@
+"""Signed directory records: what a peer says of itself under a topic of a run, and until when it holds.
+
+A record in the DHT is one byte string that carries everything needed to check it: run, topic, owner, expiry, value and
+the owner's signature over all of these. The owner's peer id contains its public key, so nobody can speak for another,
+move a record to another run or topic, or prolong it. A record may be countersigned by the run's key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgpack
+
+from swarmtrain.p2p.addresses import key_of_peer_id, peer_id_from_bytes, peer_id_to_bytes
+from swarmtrain.p2p.host_errors import AddressError, RecordError
+from swarmtrain.p2p.identity import SIGNATURE_BYTES, Identity, verify
+
+FORMAT_VERSION = 1
+MAX_VALUE_BYTES = 2048
+MAX_NAME_BYTES = 128  # run id and topic
+MAX_ENVELOPE_BYTES = MAX_VALUE_BYTES + 2 * MAX_NAME_BYTES + 2 * SIGNATURE_BYTES + 96
+MAX_LIFE_S = 60.0
+CLOCK_ALLOWANCE_S = 10.0  # by how much the clocks of two honest peers may differ
+_OWNER_DOMAIN = b"swarmtrain record 1 owner\0"
+_COUNTERSIGN_DOMAIN = b"swarmtrain record 1 countersign\0"
+_REMEMBERED_VERDICTS = 8192
+
+Value = bytes | dict[str, Any]
+Signer = Callable[[bytes], bytes]
+
+
+class Flaw(StrEnum):
+    """Why a record was dropped; also the label under which it is counted."""
+
+    MALFORMED = "malformed"
+    OVERSIZED = "oversized"
+    MISPLACED = "misplaced"  # of another run or topic
+    FORGED = "forged"  # the owner's signature is wrong
+    NOT_COUNTERSIGNED = "not-countersigned"  # the run key's signature is missing or wrong
+    EXPIRED = "expired"
+    FAR_FUTURE = "far-future"  # lives longer than is allowed
+    REFUSED = "refused"  # the topic's own check said no
+    OVER_CAP = "over-cap"  # well-made, but its key, or the storage, is full
+
+
+class FlawedRecord(Exception):
+    """A record that must be dropped. Not for people: readers count it and go on."""
+
+    def __init__(self, flaw: Flaw) -> None:
+        super().__init__(flaw.value)
+        self.flaw = flaw
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A checked record."""
+
+    peer_id: str
+    value: Value
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TopicRule:
+    """What a topic asks of its records beyond the owner's signature.
+
+    `countersigned_by`: a public key that must have signed too. `accepts`: a further check; must not raise or block.
+    """
+
+    countersigned_by: bytes | None = None
+    accepts: Callable[[Record], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Envelope:
+    run_id: str
+    topic: str
+    peer_id: str
+    expires_at: float
+    packed_value: bytes
+    signature: bytes
+    countersignature: bytes
+
+    def statement(self) -> bytes:
+        """The bytes that are signed."""
+        return _statement(self.run_id, self.topic, self.peer_id, self.expires_at, self.packed_value)
+
+
+def _statement(run_id: str, topic: str, peer_id: str, expires_at: float, packed_value: bytes) -> bytes:
+    fields = (run_id, topic, peer_id_to_bytes(peer_id), expires_at, packed_value)
+    packed: bytes = msgpack.packb(fields, use_bin_type=True)
+    return packed
+
+
+def dht_key(run_id: str, topic: str) -> str:
+    """Under which key of the DHT a topic's records lie. Lengths keep two pairs from sharing one key."""
+    return f"swarmtrain/{len(run_id)}/{run_id}/{topic}"
+
+
+def check_name(name: str, what: str) -> None:
+    """Raise RecordError unless `name` can be a run id or topic."""
+    if not name or len(name.encode()) > MAX_NAME_BYTES:
+        raise RecordError(f"a {what} has 1 to {MAX_NAME_BYTES} bytes, {name!r:.200} does not")
+
+
+def make_record(
+    identity: Identity, run_id: str, topic: str, value: Value, expires_at: float, signer: Signer | None = None
+) -> bytes:
+    """A signed record, countersigned by `signer` if given. Raises RecordError for a value that is not allowed."""
+    check_name(topic, "topic")
+    try:
+        packed_value: bytes = msgpack.packb(value, use_bin_type=True)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RecordError(f"the record for {topic} cannot be packed: {error}") from error
+    if len(packed_value) > MAX_VALUE_BYTES:
+        raise RecordError(f"the record for {topic} has {len(packed_value)} bytes, allowed are {MAX_VALUE_BYTES}")
+    statement = _statement(run_id, topic, identity.peer_id, expires_at, packed_value)
+    countersignature = signer(_COUNTERSIGN_DOMAIN + statement) if signer is not None else b""
+    envelope = (
+        FORMAT_VERSION,
+        run_id,
+        topic,
+        peer_id_to_bytes(identity.peer_id),
+        expires_at,
+        packed_value,
+        identity.sign(_OWNER_DOMAIN + statement),
+        countersignature,
+    )
+    packed: bytes = msgpack.packb(envelope, use_bin_type=True)
+    return packed
+
+
+def _open_envelope(raw: bytes) -> _Envelope:
+    """Raises FlawedRecord for anything that `make_record` cannot have made."""
+    if len(raw) > MAX_ENVELOPE_BYTES:
+        raise FlawedRecord(Flaw.OVERSIZED)
+    try:
+        fields = msgpack.unpackb(raw, raw=False, use_list=False)
+        version, run_id, topic, raw_peer_id, expires_at, packed_value, signature, countersignature = fields
+        peer_id = peer_id_from_bytes(raw_peer_id) if isinstance(raw_peer_id, bytes) else ""
+    except (ValueError, TypeError, AddressError, msgpack.exceptions.UnpackException):
+        raise FlawedRecord(Flaw.MALFORMED) from None
+    is_well_formed = (
+        version == FORMAT_VERSION
+        and peer_id
+        and isinstance(run_id, str)
+        and isinstance(topic, str)
+        and isinstance(expires_at, float)
+        and math.isfinite(expires_at)
+        and all(isinstance(part, bytes) for part in (packed_value, signature, countersignature))
+        and len(signature) == SIGNATURE_BYTES
+        and len(countersignature) in (0, SIGNATURE_BYTES)
+    )
+    if not is_well_formed:
+        raise FlawedRecord(Flaw.MALFORMED)
+    if len(packed_value) > MAX_VALUE_BYTES or max(len(run_id.encode()), len(topic.encode())) > MAX_NAME_BYTES:
+        raise FlawedRecord(Flaw.OVERSIZED)
+    return _Envelope(run_id, topic, peer_id, expires_at, packed_value, signature, countersignature)
+
+
+def _open_value(packed_value: bytes) -> Value:
+    try:
+        value = msgpack.unpackb(packed_value, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException):
+        raise FlawedRecord(Flaw.MALFORMED) from None
+    if isinstance(value, bytes) or (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
+        return value
+    raise FlawedRecord(Flaw.MALFORMED)
+
+
+def topic_of(raw: bytes) -> str:
+    """The topic a record claims to belong to; raises FlawedRecord."""
+    return _open_envelope(raw).topic
+
+
+class RecordChecker:
+    """Checks records of one run, remembers its verdicts (a signature costs 100 us), and counts what it drops."""
+
+    def __init__(self, run_id: str, rules: Mapping[str, TopicRule], clock: Callable[[], float]) -> None:
+        check_name(run_id, "run id")
+        self._run_id = run_id
+        self._rules = dict(rules)
+        self._clock = clock
+        self._verdicts: OrderedDict[bytes, Record | Flaw] = OrderedDict()
+        self.dropped: Counter[Flaw] = Counter()
+
+    def check(self, raw: bytes, topic: str) -> Record:
+        """The record, if it may stand under this topic now; raises FlawedRecord (and counts it)."""
+        try:
+            record = self._verdict(raw, topic)
+            now = self._clock()
+            if record.expires_at <= now:
+                raise FlawedRecord(Flaw.EXPIRED)
+            if record.expires_at > now + MAX_LIFE_S + CLOCK_ALLOWANCE_S:
+                raise FlawedRecord(Flaw.FAR_FUTURE)
+        except FlawedRecord as error:
+            self.dropped[error.flaw] += 1
+            raise
+        return record
+
+    def _verdict(self, raw: bytes, topic: str) -> Record:
+        """What does not depend on the time, computed once for the same bytes."""
+        if len(raw) > MAX_ENVELOPE_BYTES:
+            raise FlawedRecord(Flaw.OVERSIZED)  # before hashing
+        digest = hashlib.sha256(topic.encode() + b"\0" + raw).digest()
+        verdict = self._verdicts.get(digest)
+        if verdict is None:
+            try:
+                verdict = self._examine(raw, topic)
+            except FlawedRecord as error:
+                verdict = error.flaw
+            self._verdicts[digest] = verdict
+            if len(self._verdicts) > _REMEMBERED_VERDICTS:
+                self._verdicts.popitem(last=False)
+        if isinstance(verdict, Flaw):
+            raise FlawedRecord(verdict)
+        return verdict
+
+    def _examine(self, raw: bytes, topic: str) -> Record:
+        envelope = _open_envelope(raw)
+        if envelope.run_id != self._run_id or envelope.topic != topic:
+            raise FlawedRecord(Flaw.MISPLACED)
+        statement = envelope.statement()
+        try:
+            owner_key = key_of_peer_id(envelope.peer_id)
+        except AddressError:
+            raise FlawedRecord(Flaw.FORGED) from None
+        if not verify(owner_key, envelope.signature, _OWNER_DOMAIN + statement):
+            raise FlawedRecord(Flaw.FORGED)
+        rule = self._rules.get(topic, TopicRule())
+        if rule.countersigned_by is not None and not verify(
+            rule.countersigned_by, envelope.countersignature, _COUNTERSIGN_DOMAIN + statement
+        ):
+            raise FlawedRecord(Flaw.NOT_COUNTERSIGNED)
+        record = Record(envelope.peer_id, _open_value(envelope.packed_value), envelope.expires_at)
+        if rule.accepts is not None and not rule.accepts(record):
+            raise FlawedRecord(Flaw.REFUSED)
+        return record

@@ -1,1 +1,0 @@
-"""libp2p host, calls and streams, DHT directory, link meters and caps."""

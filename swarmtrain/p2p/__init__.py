@@ -1,0 +1,1 @@
+"""The libp2p host over hivemind's p2pd: identity, addresses, streams, relays."""

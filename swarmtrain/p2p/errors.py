@@ -1,0 +1,117 @@
+"""What can go wrong between two peers. Everything that `Link.call` and `Node.call` raise derives from `NetError`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from swarmtrain.errors import ExitCode, SwarmtrainError
+
+
+class NetError(SwarmtrainError):
+    """Base of all network errors. A caller may try another peer, or the same one later."""
+
+    error_id = "ST-NET"
+    exit_code = ExitCode.UNREACHABLE
+
+
+class PeerUnreachable(NetError):
+    """No stream to the peer could be opened, or it failed so recently that it is not tried again yet."""
+
+    error_id = "ST-PEER-UNREACHABLE"
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0, fix: str = "") -> None:
+        super().__init__(message, fix=fix)
+        self.retry_after_s = retry_after_s
+
+
+class LinkClosed(NetError):
+    """The link ended before the answer came.
+
+    `request_sent` is False if not a single byte of the request was written: then the peer cannot have begun it.
+    """
+
+    error_id = "ST-LINK-CLOSED"
+
+    def __init__(self, message: str, *, request_sent: bool = True, fix: str = "") -> None:
+        super().__init__(message, fix=fix)
+        self.request_sent = request_sent
+
+
+class PeerSilent(LinkClosed):
+    """Nothing came from the peer for several keepalives."""
+
+    error_id = "ST-PEER-SILENT"
+
+
+class Violation(StrEnum):
+    """Why a link was closed by its protocol; also the label under which it is counted."""
+
+    BAD_MAGIC = "bad-magic"  # the bytes are no frames of ours
+    WRONG_VERSION = "wrong-version"
+    BAD_HEADER = "bad-header"  # the header's own checksum, its type or its length is wrong
+    BAD_CHECKSUM = "bad-checksum"
+    BAD_CONTROL = "bad-control"  # a control frame whose payload does not parse
+    NO_HELLO = "no-hello"
+    UNKNOWN_KIND = "unknown-kind"
+    TOO_LARGE = "too-large"  # a message above the limit of its kind or of the link
+    UNKNOWN_CALL = "unknown-call"
+    OUT_OF_ORDER = "out-of-order"  # a frame that is not allowed in the state of its call
+    OVER_CREDIT = "over-credit"  # more bytes than were granted
+    NOT_READING = "not-reading"  # asks and asks and does not take the answers
+    STALLED = "stalled"  # a message that was begun and not finished within its deadline
+
+
+class ProtocolViolation(LinkClosed):
+    """The other end broke the protocol; the link to it was closed."""
+
+    error_id = "ST-PROTOCOL"
+
+    def __init__(self, violation: Violation, detail: str, *, request_sent: bool = True) -> None:
+        super().__init__(f"protocol violation ({violation.value}): {detail}", request_sent=request_sent)
+        self.violation = violation
+        self.detail = detail
+
+
+class CallTimeout(NetError):
+    """The deadline of a call passed without a final answer. The peer was told to stop (CANCEL)."""
+
+    error_id = "ST-CALL-TIMEOUT"
+
+
+class MalformedAnswer(NetError):
+    """The answer arrived whole but breaks the schema of its kind, or is not of the kind that was expected."""
+
+    error_id = "ST-CALL-ANSWER"
+
+
+class CallRefused(NetError):
+    """The peer answered with a typed refusal. `code` is one of its refusal codes; BUSY may carry a time to wait."""
+
+    error_id = "ST-CALL-REFUSED"
+    exit_code = ExitCode.REFUSED
+
+    def __init__(self, code: str, text: str = "", *, retry_after_s: float = 0.0) -> None:
+        super().__init__(f"refused ({code}): {text}" if text else f"refused ({code})")
+        self.code = code
+        self.text = text
+        self.retry_after_s = retry_after_s
+
+
+class RefusalCode(StrEnum):
+    """The codes that the link layer itself answers with. Handlers may raise any others."""
+
+    BUSY = "busy"  # too many calls at once; try again after retry_after_s
+    INTERNAL = "internal"  # the handler failed; its log has the traceback
+    MALFORMED = "malformed"  # the request arrived whole but breaks its schema
+    CANCELLED = "cancelled"  # the answer to a cancel
+    CLOSING = "closing"  # the peer takes no new calls
+
+
+class Refusal(Exception):
+    """Raised by a handler to answer its call with a typed refusal."""
+
+    def __init__(self, code: str, text: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = str(code)
+        self.text = text
+        self.retry_after_s = retry_after_s

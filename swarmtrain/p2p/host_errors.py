@@ -1,0 +1,171 @@
+"""What can go wrong with the libp2p host and the directory, each with an id and a way out.
+
+Errors of a start are precise about their cause: a volunteer who reads one line should know which of them it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmtrain.errors import ExitCode
+from swarmtrain.p2p.errors import NetError
+
+
+class HostError(NetError):
+    """Base of everything the libp2p host raises."""
+
+    error_id = "ST-HOST"
+    exit_code = ExitCode.UNREACHABLE
+
+
+class AddressError(HostError):
+    """A text or a byte string that is not a multiaddr or peer id we can use."""
+
+    error_id = "ST-ADDRESS"
+    exit_code = ExitCode.USAGE
+
+
+class HostOptionsError(HostError):
+    """Host options that contradict each other."""
+
+    error_id = "ST-HOST-OPTIONS"
+    exit_code = ExitCode.USAGE
+
+
+class AddressInUseError(HostError):
+    """Another program listens on the address asked for."""
+
+    error_id = "ST-ADDRESS-IN-USE"
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, address: str) -> None:
+        super().__init__(
+            f"the listen address {address} is already in use",
+            fix="stop the program that uses it, or choose another port (port 0 lets the system choose)",
+        )
+        self.address = address
+
+
+class CannotListenError(HostError):
+    """The listen address is not one of this machine's, or may not be used by this user."""
+
+    error_id = "ST-CANNOT-LISTEN"
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(
+            f"cannot listen on {address}: {reason}",
+            fix="listen on an address of this machine (/ip4/0.0.0.0/tcp/0 means all of them) and a port above 1023",
+        )
+        self.address = address
+
+
+class P2pdUnusableError(HostError):
+    """The p2pd binary is missing or the system refuses to run it."""
+
+    error_id = "ST-P2PD-UNUSABLE"
+    exit_code = ExitCode.HARDWARE
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"p2pd cannot be run ({path}): {reason}",
+            fix="reinstall hivemind for this platform (pip install --force-reinstall hivemind), and check that the "
+            "file is executable and its file system is not mounted noexec",
+        )
+
+
+class P2pdFailedError(HostError):
+    """p2pd started and ended again; carries what it printed last."""
+
+    error_id = "ST-P2PD-FAILED"
+    exit_code = ExitCode.INTERNAL
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"p2pd ended while starting: {reason}", fix="the log has all that p2pd printed")
+
+
+class P2pdTimeoutError(HostError):
+    """p2pd runs but did not become ready, or did not answer, in time."""
+
+    error_id = "ST-P2PD-TIMEOUT"
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        super().__init__(
+            f"p2pd: {what} took longer than {timeout_s:g} s",
+            fix="the machine may be overloaded: try again, or raise the start timeout",
+        )
+
+
+class HostDownError(HostError):
+    """The own p2pd is gone (a new one is being started), or the host was closed."""
+
+    error_id = "ST-HOST-DOWN"
+
+
+class StateDirectoryError(HostError):
+    """The state directory cannot be used."""
+
+    error_id = "ST-STATE-DIR"
+    exit_code = ExitCode.STORAGE
+
+
+class StateDirectoryInUseError(StateDirectoryError):
+    """Another daemon runs on the same state directory, with the same identity."""
+
+    error_id = "ST-STATE-DIR-IN-USE"
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, path: Path, holder: str) -> None:
+        super().__init__(
+            f"the state directory {path} is used by another daemon{holder}",
+            fix="stop that daemon, or give this one a state directory of its own",
+        )
+
+
+class IdentityError(StateDirectoryError):
+    """A key file that is damaged or of an unknown kind. Never overwritten."""
+
+    error_id = "ST-IDENTITY"
+    exit_code = ExitCode.FILES
+
+
+@dataclass(frozen=True, slots=True)
+class DialResult:
+    """What became of dialing one peer. `error` is None when it is connected, else one line."""
+
+    peer_id: str
+    addresses: tuple[str, ...]
+    error: str | None
+
+    def __str__(self) -> str:
+        where = ", ".join(self.addresses)
+        return f"{where}: {self.error or 'connected'}"
+
+
+class BootstrapError(HostError):
+    """None of the bootstrap peers could be reached by a daemon that starts; lists each with its reason."""
+
+    error_id = "ST-BOOTSTRAP"
+
+    def __init__(self, results: Sequence[DialResult]) -> None:
+        listed = "; ".join(str(result) for result in results)
+        super().__init__(
+            f"no bootstrap peer can be reached: {listed}",
+            fix="check the network of this machine, that the run is still going, and that the invite is not outdated",
+        )
+        self.results = tuple(results)
+
+
+class RecordError(HostError):
+    """A directory record that may not be announced: too large, too long-lived, or not packable."""
+
+    error_id = "ST-RECORD"
+    exit_code = ExitCode.INTERNAL
+
+
+class NotConfirmedError(HostError):
+    """An announced record could not be read back from any other peer."""
+
+    error_id = "ST-NOT-CONFIRMED"

@@ -1,0 +1,167 @@
+"""Small calls between hosts over p2pd's persistent connection: one request, one answer, below 4 MiB, with a deadline.
+
+For the directory only; everything else goes over raw streams. The connection is also the lifeline of p2pd, which ends
+when its last persistent connection closes. hivemind's own client for it can lose its reading task, after which no call
+is ever answered, and it does not notice p2pd's death; this one fails all calls at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from swarmtrain import world
+from swarmtrain.p2p.addresses import peer_id_from_bytes, peer_id_to_bytes
+from swarmtrain.p2p.errors import PeerUnreachable
+from swarmtrain.p2p.host_errors import AddressError, HostDownError, P2pdFailedError
+from swarmtrain.p2p.p2pd_messages import framed, p2pd_pb2, read_message
+
+logger = logging.getLogger(__name__)
+
+MAX_PAYLOAD_BYTES = 3 * 2**20  # p2pd drops calls and answers above 4 MiB, answers silently
+MAX_CALLS_BEING_ANSWERED = 256
+
+CallHandler = Callable[[str, bytes], Awaitable[bytes]]  # (peer id of the caller, request) -> answer
+
+
+class P2pdCalls:
+    """The persistent connection to one p2pd. Made by `connect`; of no use any more once p2pd is gone."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._pending: dict[bytes, asyncio.Future[Any]] = {}
+        self._handlers: dict[str, CallHandler] = {}
+        self._being_answered: dict[bytes, asyncio.Task[None]] = {}
+        self._is_closed = False
+        self._task = asyncio.create_task(self._read(), name="p2pd calls")
+
+    @classmethod
+    async def connect(cls, control_socket: Path) -> P2pdCalls:
+        """From now on p2pd lives until this connection closes. Raises HostDownError, P2pdFailedError."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(control_socket))
+        except OSError as error:
+            raise HostDownError(f"p2pd does not answer: {error}") from error
+        try:
+            writer.write(framed(p2pd_pb2.Request(type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE)))
+            response = await read_message(reader, p2pd_pb2.Response())
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise P2pdFailedError(response.error.msg)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            writer.close()
+            raise HostDownError(f"p2pd closed its control connection: {error}") from error
+        except BaseException:
+            writer.close()
+            raise
+        return cls(reader, writer)
+
+    async def serve(self, protocol: str, handler: CallHandler) -> None:
+        """Answer calls of `protocol` with `handler`. One that raises gives its caller an error answer."""
+        self._handlers[protocol] = handler
+        request = p2pd_pb2.AddUnaryHandlerRequest(proto=protocol, balanced=False)
+        await self._ask(p2pd_pb2.PersistentConnectionRequest(addUnaryHandler=request))
+
+    async def call(self, peer_id: str, protocol: str, payload: bytes, *, timeout_s: float) -> bytes:
+        """The peer's answer. Raises PeerUnreachable (for an error answer or too large payload too), HostDownError."""
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise PeerUnreachable(f"a call of {len(payload)} bytes is too large")
+        request = p2pd_pb2.CallUnaryRequest(peer=peer_id_to_bytes(peer_id), proto=protocol, data=payload)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._ask(p2pd_pb2.PersistentConnectionRequest(callUnary=request))
+        except TimeoutError:
+            raise PeerUnreachable(f"peer {peer_id}: no answer within {timeout_s:g} s") from None
+        if answer.HasField("daemonError"):
+            raise PeerUnreachable(f"peer {peer_id}: {answer.daemonError.message[:300]}")
+        if not answer.HasField("callUnaryResponse") or not answer.callUnaryResponse.HasField("response"):
+            raise PeerUnreachable(f"peer {peer_id}: {answer.callUnaryResponse.error[:300].decode(errors='replace')}")
+        response: bytes = answer.callUnaryResponse.response
+        return response
+
+    async def close(self) -> None:
+        """Close the connection, which ends p2pd unless it has another one, and fail all calls."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _ask(self, request: Any) -> Any:
+        if self._is_closed:
+            raise HostDownError("p2pd is gone")
+        call_id = world.token_bytes(16)
+        request.callId = call_id
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending[call_id] = future
+        try:
+            self._writer.write(framed(request))
+            return await future
+        except asyncio.CancelledError:
+            cancel = p2pd_pb2.PersistentConnectionRequest(callId=call_id, cancel=p2pd_pb2.Cancel())
+            self._write(cancel)
+            raise
+        finally:
+            del self._pending[call_id]
+
+    async def _read(self) -> None:
+        reason = "p2pd is gone"
+        try:
+            while True:
+                self._dispatch(await read_message(self._reader, p2pd_pb2.PersistentConnectionResponse()))
+        except (OSError, asyncio.IncompleteReadError):
+            logger.debug("p2pd closed the connection for calls")
+        except (HostDownError, AddressError) as error:
+            logger.error("the connection for calls broke: %s", error)
+            reason = str(error)
+        finally:
+            self._is_closed = True
+            self._writer.close()
+            for future in self._pending.values():
+                if not future.done():
+                    future.set_exception(HostDownError(reason))
+            for task in self._being_answered.values():
+                task.cancel()
+
+    def _dispatch(self, message: Any) -> None:
+        call_id = bytes(message.callId)
+        if message.HasField("requestHandling"):
+            self._begin_answer(call_id, message.requestHandling)
+        elif message.HasField("cancel"):
+            if (task := self._being_answered.get(call_id)) is not None:
+                task.cancel()
+        elif (future := self._pending.get(call_id)) is not None and not future.done():
+            future.set_result(message)
+
+    def _begin_answer(self, call_id: bytes, request: Any) -> None:
+        if len(self._being_answered) >= MAX_CALLS_BEING_ANSWERED or call_id in self._being_answered:
+            self._answer(call_id, error="busy")
+            return
+        task = asyncio.create_task(self._handle(call_id, request), name=f"answer {request.proto}")
+        self._being_answered[call_id] = task
+        task.add_done_callback(lambda _: self._being_answered.pop(call_id, None))
+
+    async def _handle(self, call_id: bytes, request: Any) -> None:
+        try:
+            caller = peer_id_from_bytes(request.peer)
+            response = await self._handlers[request.proto](caller, request.data)
+        except Exception as error:  # whatever the request made the handler do, the caller gets an answer
+            logger.debug("a call of %s failed: %r", request.proto, error)
+            self._answer(call_id, error=f"{type(error).__name__}: {error}"[:300])
+            return
+        if len(response) > MAX_PAYLOAD_BYTES:
+            self._answer(call_id, error="the answer is too large")
+            return
+        self._answer(call_id, response=response)
+
+    def _answer(self, call_id: bytes, *, response: bytes | None = None, error: str = "") -> None:
+        answer = p2pd_pb2.CallUnaryResponse()
+        if response is not None:
+            answer.response = response
+        else:
+            answer.error = error.encode()
+        self._write(p2pd_pb2.PersistentConnectionRequest(callId=call_id, unaryResponse=answer))
+
+    def _write(self, message: Any) -> None:
+        if not self._is_closed:
+            self._writer.write(framed(message))

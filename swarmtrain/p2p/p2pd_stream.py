@@ -1,0 +1,203 @@
+"""One raw p2pd stream: a unix connection that starts with one short message of p2pd's and is a plain pipe after it.
+
+Works the same for streams we open (the message is the answer to STREAM_OPEN) and for streams p2pd hands us (the
+message names the peer at the other end).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import cast
+
+from swarmtrain.p2p.addresses import decode_varint
+from swarmtrain.p2p.host_errors import AddressError, HostDownError
+from swarmtrain.p2p.transport import StreamReceiver
+
+logger = logging.getLogger(__name__)
+
+MAX_GREETING_BYTES = 4096
+WRITE_HIGH_WATER_BYTES = 512 * 1024
+WRITE_LOW_WATER_BYTES = 128 * 1024
+CLOSE_DEADLINE_S = 30.0  # how long `close` may wait for a reader that does not read
+
+
+class P2pdStream(asyncio.BufferedProtocol):
+    """A `ByteStream` on one connection to p2pd.
+
+    Life: greeting (p2pd's message is being read) -> parked (nobody listens yet; reading is paused, so nothing is lost
+    and back-pressure holds) -> flowing (bytes go straight into the receiver's buffers) -> closed.
+    """
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.greeting: asyncio.Future[bytes] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self._peer_id = ""
+        self._transport: asyncio.Transport | None = None
+        self._receiver: StreamReceiver | None = None
+        self._scratch = bytearray(2 * MAX_GREETING_BYTES)
+        self._num_filled = 0
+        self._early = memoryview(b"")  # bytes that came together with the greeting
+        self._reading_paused = False
+        self._writing_paused = False
+        self._told_closed = False
+        self._close_deadline: asyncio.TimerHandle | None = None
+
+    # ---- ByteStream -------------------------------------------------------------------------------------------------
+
+    @property
+    def peer_id(self) -> str:
+        """The authenticated identity at the other end."""
+        return self._peer_id
+
+    @peer_id.setter
+    def peer_id(self, peer_id: str) -> None:
+        self._peer_id = peer_id
+
+    def start(self, receiver: StreamReceiver) -> None:
+        """Begin delivering to `receiver`, from the next turn of the loop on."""
+        if self._receiver is not None:
+            raise RuntimeError("the stream was started twice")
+        self._receiver = receiver
+        asyncio.get_running_loop().call_soon(self._begin)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Queue `data`; ignored after the stream closed."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """See `ByteStream`."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+    def pause_reading(self) -> None:
+        """Deliver nothing until `resume_reading`."""
+        self._reading_paused = True
+        self._follow_pause()
+
+    def resume_reading(self) -> None:
+        """Undo `pause_reading`."""
+        self._reading_paused = False
+        if self._early:
+            asyncio.get_running_loop().call_soon(self._deliver_early)
+        else:
+            self._follow_pause()
+
+    def close(self) -> None:
+        """Flush what is queued, then close; a reader that takes nothing for CLOSE_DEADLINE_S ends the wait."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.close()
+        self._close_deadline = asyncio.get_running_loop().call_later(CLOSE_DEADLINE_S, self.abort)
+
+    def abort(self) -> None:
+        """Close at once, dropping what is queued."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---- asyncio.BufferedProtocol -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not derive from it
+        self._transport.set_write_buffer_limits(WRITE_HIGH_WATER_BYTES, WRITE_LOW_WATER_BYTES)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._receiver is not None and self.greeting.done():
+            return self._receiver.get_buffer(sizehint)
+        return memoryview(self._scratch)[self._num_filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._receiver is not None and self.greeting.done():
+            self._receiver.buffer_updated(nbytes)
+            return
+        self._num_filled += nbytes
+        self._read_greeting()
+
+    def eof_received(self) -> bool:
+        return False  # p2pd knows no half-close: an end is the end of both directions
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._close_deadline is not None:
+            self._close_deadline.cancel()
+        if not self.greeting.done():
+            self.greeting.set_exception(HostDownError("p2pd closed the connection before it answered"))
+            self.greeting.exception()  # mark as retrieved: an aborted open has nobody left to wait for it
+        if not self.closed.done():
+            self.closed.set_result(None)
+        if self._receiver is not None:
+            self._tell_closed(exc)
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+        if self._receiver is not None:
+            self._receiver.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        if self._receiver is not None:
+            self._receiver.resume_writing()
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _read_greeting(self) -> None:
+        """Take the length-prefixed message off the front; keep what came behind it, and pause."""
+        try:
+            header = decode_varint(memoryview(self._scratch)[: self._num_filled])
+        except AddressError:
+            header = (MAX_GREETING_BYTES + 1, 0)
+        if header is None:
+            return
+        length, offset = header
+        if length > MAX_GREETING_BYTES:
+            logger.error("p2pd sent a greeting of %d bytes", length)
+            self.abort()
+            return
+        if self._num_filled < offset + length:
+            return
+        self._early = memoryview(bytes(self._scratch[offset + length : self._num_filled]))
+        message = bytes(self._scratch[offset : offset + length])
+        self._scratch = bytearray()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+        if not self.greeting.done():
+            self.greeting.set_result(message)
+
+    def _begin(self) -> None:
+        assert self._receiver is not None
+        if self._writing_paused and not self.closed.done():
+            self._receiver.pause_writing()
+        self._deliver_early()
+        if self.closed.done():  # it was lost before anybody listened
+            self._tell_closed(None)
+
+    def _tell_closed(self, error: Exception | None) -> None:
+        if self._receiver is not None and not self._told_closed:
+            self._told_closed = True
+            self._receiver.stream_closed(error)
+
+    def _deliver_early(self) -> None:
+        receiver = self._receiver
+        assert receiver is not None
+        try:
+            while self._early and not self._reading_paused and not self.closed.done():
+                buffer = receiver.get_buffer(len(self._early))
+                num_bytes = min(len(buffer), len(self._early))
+                buffer[:num_bytes] = self._early[:num_bytes]
+                self._early = self._early[num_bytes:]
+                receiver.buffer_updated(num_bytes)
+        except Exception:  # the receiver's own fault: end this stream, as asyncio does for later bytes
+            logger.exception("a receiver failed on bytes from %s", self._peer_id)
+            self.abort()
+        self._follow_pause()
+
+    def _follow_pause(self) -> None:
+        """Bring the transport's reading in line with what was asked for."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or self._receiver is None:
+            return
+        if self._reading_paused:
+            transport.pause_reading()
+        else:
+            transport.resume_reading()

@@ -1,0 +1,197 @@
+"""A peer's life with its coordinator: it shows heartbeats, and does what each answer says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from swarmtrain import __version__
+from swarmtrain.observe.word import understood
+from swarmtrain.p2p.errors import CallRefused, NetError
+from swarmtrain.peer.assignment import Assignment
+from swarmtrain.peer.compute import Kind
+from swarmtrain.peer.context import PeerState
+from swarmtrain.peer.coordinator_link import CoordinatorLink
+from swarmtrain.peer.observing import PeerObserver
+from swarmtrain.peer.options import PeerOptions
+from swarmtrain.peer.steps import Steps
+from swarmtrain.peer.syncing import Syncing
+from swarmtrain.rpc.exchange import Exchange
+from swarmtrain.waiting import wait_event
+from swarmtrain.wire.messages import STALLED, Acknowledged, Code, Directive, Heartbeat, Leave, Resync, Verdict
+
+log = logging.getLogger(__name__)
+
+ENROLL_S = 2.0
+_ACTIVE = (PeerState.JOINING, PeerState.SYNCING, PeerState.SERVING)
+
+SayPhase = Callable[[str, str], None]
+
+
+class HeartbeatLoop:
+    """Sends `Heartbeat` and obeys the directives; answers `Leave` and `Resync`."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        options: PeerOptions,
+        link: CoordinatorLink,
+        steps: Steps,
+        syncing: Syncing,
+        observer: PeerObserver,
+        *,
+        leave: Callable[[str], None],
+        say_phase: SayPhase,
+    ) -> None:
+        self._assignment, self._options, self._link, self._context = assignment, options, link, assignment.context
+        self._steps, self._syncing, self._observer = steps, syncing, observer
+        self._leave, self._say_phase = leave, say_phase
+        self._looking: asyncio.Task[bool] | None = None
+        self._stopping: asyncio.Task[None] | None = None  # dropping what does not count any more
+        self.metrics_at = ""  # HOST:PORT, told to the coordinator
+
+    async def run(self) -> None:
+        """Tell the coordinator that this peer is there, again and again; find it again when it has moved."""
+        link, assignment, context = self._link, self._assignment, self._context
+        while True:
+            assignment.heartbeat_now.clear()  # before the sign: what changes while it is answered is told at once
+            pause_s = ENROLL_S
+            try:
+                if link.peer_id is None or link.wants_look:
+                    link.wants_look = False
+                    await link.look()
+                if link.peer_id is not None:
+                    await self._show_life(link.peer_id)
+            except NetError as error:
+                log.info("the coordinator does not answer: %s", error)
+                if isinstance(error, CallRefused) and error.code == Code.NOT_SERVING:
+                    pause_s = min(ENROLL_S, max(0.1, error.retry_after_s))  # it is still starting
+                assignment.unheard()
+                await self._look_for_it()
+                if link.peer_id is not None:
+                    context.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
+                if link.is_over:
+                    self._leave("the run is complete")
+            is_syncing = context.state is PeerState.SYNCING
+            await wait_event(assignment.heartbeat_now, min(pause_s, ENROLL_S / 4) if is_syncing else pause_s)
+
+    async def _look_for_it(self) -> None:
+        """Read the directory; after an outage that can take long, and meanwhile the coordinator may be back where it
+        was: so it is waited for a moment only, and goes on by itself."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._link.look(), name="look for the coordinator")
+        await asyncio.wait([self._looking], timeout=ENROLL_S)
+
+    async def told_to_leave(self, message: Leave, exchange: Exchange) -> Acknowledged:
+        """Answer `Leave`."""
+        await self._context.check_coordinator(exchange.peer_id, message.run, message.term)
+        self._leave(message.reason)
+        return Acknowledged("")
+
+    async def told_to_sync(self, message: Resync, exchange: Exchange) -> Acknowledged:
+        """Answered when no more work is taken: the coordinator begins the next step after that."""
+        await self._context.check_coordinator(exchange.peer_id, message.run, message.term)
+        await self._stop_serving(message.reason)
+        return Acknowledged("")
+
+    async def say_goodbye(self) -> None:
+        """End what is under way, and tell the coordinator that this peer is gone."""
+        for task in (self._looking, self._stopping):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        await self._syncing.close()
+        await self._steps.close()
+        self._context.become(PeerState.GONE)
+        if self._link.peer_id is not None:
+            with contextlib.suppress(NetError):
+                await self._context.node.call(self._link.peer_id, self._sign_of_life(), deadline_s=2.0)
+
+    async def _show_life(self, coordinator: str) -> None:
+        assignment, context, sign = self._assignment, self._context, self._sign_of_life()
+        answer = await context.node.call(coordinator, sign, deadline_s=10.0, expect=Verdict)
+        assignment.deserted.clear()
+        await context.enter_term(answer.term)
+        context.word = understood(answer.reason)
+        now = self._sign_of_life()
+        # An answer about a past state does not count. Whatever changed the state asks again; a step that was applied
+        # meanwhile does not, or peers whose steps are shorter than their way to the coordinator would never pause.
+        if (sign.state, sign.step, sign.incarnation) == (now.state, now.step, now.incarnation):
+            await self._obey(answer)
+
+    async def _obey(self, answer: Verdict) -> None:
+        """joining or syncing -> serving when the coordinator says so; anything -> syncing when the state is wanting."""
+        assignment, context = self._assignment, self._context
+        if answer.term < context.term:
+            return
+        self._steps.drop_taken_back(answer.term, answer.step)
+        self._syncing.check_stuck(answer.step)
+        assignment.heard_step(answer.step, holds_sum=self._steps.is_prepared)
+        if answer.directive is Directive.LEAVE:
+            self._leave(answer.reason)
+        elif self._is_stalled:
+            if answer.directive is Directive.WAIT:
+                await self._stop_serving(answer.reason)
+        elif answer.directive is Directive.SERVE and context.state in (PeerState.JOINING, PeerState.SYNCING):
+            if self._steps.listener.is_going_on:
+                return  # of the step under way: until it has that, it listens, or it would miss the next one
+            if not await self._syncing.stop():
+                return  # asked again when the state is loaded
+            if context.state not in (PeerState.JOINING, PeerState.SYNCING):
+                return  # it was told to leave meanwhile
+            assignment.serves()
+            self._say_phase("serving", f"stage {context.stage} from step {context.step}")
+        elif answer.directive in (Directive.WAIT, Directive.SYNC):
+            await self._stop_serving(answer.reason)
+        if answer.directive is Directive.SYNC and context.state is PeerState.SYNCING:
+            task = await self._syncing.order(answer)
+            if task is not None:
+                task.add_done_callback(lambda _: assignment.heartbeat_now.set())
+
+    async def _stop_serving(self, reason: str) -> None:
+        """Fetch the stage's state, if this peer is not at it already."""
+        if self._context.state not in (PeerState.JOINING, PeerState.SERVING):
+            return
+        self._say_phase("syncing", reason)
+        self._assignment.syncs()
+        stopping = asyncio.create_task(self._syncing.begin(), name="stop serving")
+        stopping.add_done_callback(lambda _: self._assignment.heartbeat_now.set())
+        try:
+            if await self._context.device.ends(stopping):
+                await stopping
+            else:  # it ends when the device answers again, which is the proof that it does
+                self._stopping = stopping
+        except asyncio.CancelledError:
+            stopping.cancel()
+            raise
+
+    @property
+    def _is_stalled(self) -> bool:
+        """Whether nothing can be had of the device; to the end of what was begun because of that."""
+        is_stopping = self._stopping is not None and not self._stopping.done()
+        return self._context.device.hangs or is_stopping
+
+    def _sign_of_life(self) -> Heartbeat:
+        context, options = self._context, self._options
+        times, applied = context.compute.times, self._steps.last_applied
+        return Heartbeat(
+            run=context.run_id,
+            stage=context.stage,
+            state=STALLED if self._is_stalled and context.state in _ACTIVE else context.state.value,
+            incarnation=context.incarnation,
+            step=context.step,
+            state_digest=applied.state_digest if applied is not None else "",
+            forward_ms=1000 * times.typical_s(Kind.FORWARD),
+            backward_ms=1000 * times.typical_s(Kind.BACKWARD),
+            queue_ms=1000 * context.compute.backlog_s(),
+            up_bytes_per_s=options.max_up_bytes_per_s,
+            name=options.name[:64],
+            version=__version__,
+            metrics=self.metrics_at,
+            spent=self._observer.spent(),
+            assignment=self._assignment.version,
+            down_bytes_per_s=options.max_down_bytes_per_s,
+            state_term=context.state_term,
+        )

@@ -1,0 +1,78 @@
+"""A peer that runs out of work asks others of its stage, and one that has forwards waiting gives one away.
+
+What a sender knows of a queue is old by the time it matters: a processor stands idle while others of its stage have
+work waiting. So the idle one asks (work stealing, Blumofe and Leiserson 1999). Who gives refuses its caller and names
+the asker, and the caller sends the same bytes there: for the rules of the chain a refusal like any other. A request
+that is lost, late or a lie costs a detour, never a result.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+NUM_ASKED = 6  # of a stage, one after the other until somebody gives
+MIN_PAUSE_S = 0.25  # between two rounds of asking: work that is shorter is not worth the messages
+MAX_PAUSE_S = 1.0  # if nobody gave the last times
+MIN_WAIT_S = 0.25  # what would be done sooner where it is stays there: the detour takes as long
+MAX_EXCESS = 1.15
+
+Peer = TypeVar("Peer")
+
+
+class StealPolicy(Generic[Peer]):
+    """When a peer that runs out of work asks, and whom."""
+
+    def __init__(self, rng: random.Random, num_asked: int = NUM_ASKED) -> None:
+        self._rng = rng
+        self._num_asked = num_asked
+        self._giver: Peer | None = None
+        self._pause_s = MIN_PAUSE_S
+        self._next_at = -math.inf
+
+    def whom_to_ask(self, others: Sequence[Peer], now: float) -> list[Peer]:
+        """Who gave last, though it may have left, then others of its stage at random; nobody if it asked just now."""
+        if now < self._next_at or not others:
+            return []
+        self._next_at = now + self._pause_s
+        giver, num_others = self._giver, len(others)
+        if num_others <= self._num_asked:
+            chosen = self._rng.sample(others, num_others)
+        else:  # one draw is much faster than many: some that are listed one after the other, from anywhere on
+            num_chosen, start = self._num_asked - (giver is not None), int(self._rng.random() * num_others)
+            chosen = list(others[start : start + num_chosen])
+            if len(chosen) < num_chosen:
+                chosen += others[: num_chosen - len(chosen)]
+        if giver is None:
+            return chosen
+        return [giver, *(other for other in chosen if other != giver)]
+
+    def gave(self, giver: Peer) -> None:
+        """One that was asked had something: it is likely to have more."""
+        self._giver, self._pause_s = giver, MIN_PAUSE_S
+
+    def nobody_gave(self) -> None:
+        """The whole stage seems to lack work: it is asked less and less often."""
+        self._giver, self._pause_s = None, min(2.0 * self._pause_s, MAX_PAUSE_S)
+
+
+def gives(*, waiting_s: float, load_s: float, asker_load_s: float, asker_service_s: float) -> bool:
+    """Whether a peer gives away the forward that it would do last, and that waits here for about `waiting_s`.
+
+    `load_s` is what each of the two has committed itself to: both passes of all that it holds. Who stands idle while it
+    holds much only waits for its gradients to come back: with more it would fall behind when they do. So work goes to
+    those who hold no more than the giver, within what loads differ by chance.
+    """
+    return waiting_s > MIN_WAIT_S and asker_load_s + asker_service_s <= MAX_EXCESS * load_s
+
+
+def is_line_bound(wire_s: float, service_s: float) -> bool:
+    """Whether sending what a microbatch makes takes a peer longer than computing it: then work is not what it lacks."""
+    return wire_s > service_s
+
+
+def is_held_up(backlog_bytes: float, message_bytes: float) -> bool:
+    """Whether what a peer has done piles up at its own uplink: then more work would not help it."""
+    return backlog_bytes > 2.0 * message_bytes

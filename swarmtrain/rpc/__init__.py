@@ -1,0 +1,1 @@
+"""Links between daemons: frames, calls, flow control, limits."""

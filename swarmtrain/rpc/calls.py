@@ -1,0 +1,204 @@
+"""The calling half of a link: requests that this end sent, and what came back for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from swarmtrain.p2p.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, ProtocolViolation, Violation
+from swarmtrain.rpc.core import LinkCore
+from swarmtrain.rpc.inbound import InboundMessage
+from swarmtrain.rpc.outgoing import OutboundMessage
+from swarmtrain.wire.errors import WireError
+from swarmtrain.wire.frames import MAX_DEADLINE_MS, FrameType, RefusalPayload, Start, pack_frame
+from swarmtrain.wire.schema import EncodedMessage, Message, encode
+
+OnProgress = Callable[[Message], None]
+_MAX_ABANDONED = 1024
+ClosedError = Callable[[bool], LinkClosed]  # from "was the request sent" to the error to raise
+
+
+class OutgoingCall:
+    """One request and its future answer.
+
+    An abandoned call (cancelled, timed out) stays known until the other end has said its last word about it, so that a
+    late answer is not mistaken for a protocol violation.
+    """
+
+    __slots__ = ("abandoned", "answer", "call_id", "inbound", "on_progress", "request")
+
+    def __init__(self, answer: asyncio.Future[Message], on_progress: OnProgress | None) -> None:
+        self.answer = answer
+        self.on_progress = on_progress
+        self.call_id = 0
+        self.request: OutboundMessage
+        self.inbound: InboundMessage | None = None
+        self.abandoned = False
+
+
+class Caller:
+    """Opens calls and takes what the other end sends for them."""
+
+    def __init__(self, core: LinkCore, first_call_id: int) -> None:
+        self._core = core
+        self._next_call_id = first_call_id
+        self._calls: dict[int, OutgoingCall] = {}  # those whose request was begun
+        self._queued: dict[OutgoingCall, None] = {}  # those of whose request nothing was written yet
+        self._closed: ClosedError | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Calls that somebody waits for."""
+        return len(self._queued) + sum(not call.abandoned for call in self._calls.values())
+
+    async def call(self, request: Message, *, deadline_s: float, on_progress: OnProgress | None = None) -> Message:
+        """Send `request` and wait for its final answer; see `Link.call`."""
+        encoded = encode(request)
+        call: OutgoingCall | None = None
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._core.queue.wait_for_room(encoded.priority)
+                call = self._open(encoded, deadline_s, on_progress)
+                return await call.answer
+        except TimeoutError as error:
+            raise CallTimeout(f"no answer to {encoded.kind} from {self._core.peer_id} in {deadline_s:g} s") from error
+        finally:
+            if call is not None:
+                self._leave(call)
+
+    def _open(self, encoded: EncodedMessage, deadline_s: float, on_progress: OnProgress | None) -> OutgoingCall:
+        if self._closed is not None:
+            raise self._closed(False)
+        call = OutgoingCall(asyncio.get_running_loop().create_future(), on_progress)
+        call.request = OutboundMessage(
+            FrameType.REQUEST,
+            encoded,
+            deadline_ms=min(MAX_DEADLINE_MS, max(1, round(deadline_s * 1000))),
+            on_start=lambda: self._begun(call),
+            on_written=lambda: None,
+        )
+        self._queued[call] = None
+        self._core.queue.submit(call.request)
+        return call
+
+    def _begun(self, call: OutgoingCall) -> int:
+        """Number the call when its first byte is written, so that the numbers rise on the wire."""
+        call.call_id = self._next_call_id
+        self._next_call_id += 2
+        self._queued.pop(call, None)
+        self._calls[call.call_id] = call
+        return call.call_id
+
+    def _leave(self, call: OutgoingCall) -> None:
+        """The caller no longer waits: if the answer is not there, tell the other end."""
+        self._core.queue.drop(call.request)
+        if call in self._queued:
+            self._queued.pop(call, None)
+        elif self._calls.get(call.call_id) is call and not call.abandoned:
+            call.abandoned = True
+            if call.inbound is not None:
+                self._core.inbound.discard(call.inbound)
+            self._core.queue.send_control(pack_frame(FrameType.CANCEL, call.call_id))
+        call.request.on_start = _left  # call and request must not keep each other, and all that they hold, alive
+        call.on_progress = None
+        self._core.call_ended()
+
+    def check_abandoned(self) -> None:
+        """ProtocolViolation if the other end does not acknowledge cancels."""
+        if sum(call.abandoned for call in self._calls.values()) > _MAX_ABANDONED:
+            raise ProtocolViolation(Violation.STALLED, f"more than {_MAX_ABANDONED} cancels were not acknowledged")
+
+    def start_received(self, call_id: int, start_type: FrameType, start: Start) -> None:
+        """A progress message or an answer begins."""
+        call = self._known(call_id)
+        if call.inbound is not None:
+            raise ProtocolViolation(Violation.OUT_OF_ORDER, f"two messages at once in call {call_id}")
+        if call.request.num_left and not call.abandoned:
+            raise ProtocolViolation(Violation.OUT_OF_ORDER, f"call {call_id} is answered before it was asked")
+        call.inbound = self._core.inbound.start(
+            call_id, start_type, start, discard=call.abandoned, expires_at=float("inf")
+        )
+
+    def inbound_message(self, call_id: int) -> InboundMessage:
+        """The message that the chunks of `call_id` belong to."""
+        call = self._known(call_id)
+        if call.inbound is None:
+            raise ProtocolViolation(Violation.OUT_OF_ORDER, f"a chunk of no message in call {call_id}")
+        return call.inbound
+
+    def message_complete(self, message: InboundMessage) -> None:
+        """All of a progress message or an answer is there."""
+        call = self._calls[message.call_id]
+        call.inbound = None
+        is_final = message.start_type is FrameType.ANSWER
+        if is_final:
+            del self._calls[message.call_id]
+        if message.discarded:
+            return
+        self._core.inbound.release(message)  # from here on the memory is the caller's
+        try:
+            item, num_blob_bytes = self._core.registry.decode_counted(message.body)
+        except WireError as error:
+            self._core.count_received(message, 0)
+            self._core.traffic.num_malformed += 1
+            if is_final:
+                _fail(call, MalformedAnswer(f"malformed {message.kind} from {self._core.peer_id}: {error}"))
+            return
+        self._core.count_received(message, num_blob_bytes)
+        if is_final and not call.answer.done():
+            call.answer.set_result(item)
+        elif not is_final:
+            self._show_progress(call, item)
+
+    def _show_progress(self, call: OutgoingCall, item: Message) -> None:
+        if call.on_progress is None or call.answer.done():
+            return
+        try:
+            call.on_progress(item)
+        except Exception as error:  # the caller's own code: it gets its error back
+            _fail(call, error)
+
+    def refused(self, call_id: int, payload: RefusalPayload) -> None:
+        """The other end ends the call without an answer."""
+        call = self._known(call_id)
+        del self._calls[call_id]
+        if call.inbound is not None:
+            self._core.inbound.discard(call.inbound)
+            call.inbound = None
+        if call.request.num_left and not call.abandoned:
+            # The refusal overtook the request: its rest is not sent, and that ends it at the other end.
+            self._core.queue.drop(call.request)
+            self._core.queue.send_control(pack_frame(FrameType.CANCEL, call_id))
+        _fail(call, CallRefused(payload.code, payload.text, retry_after_s=payload.retry_after_s))
+
+    def request_of(self, call_id: int) -> OutboundMessage | None:
+        """The request of a call, for credit; None if the call has ended."""
+        call = self._calls.get(call_id)
+        return None if call is None else call.request
+
+    def link_lost(self, closed: ClosedError, last_seen: int | None) -> None:
+        """Fail all calls, and every later one. `last_seen`: no later call was begun by the other end, as it says."""
+        self._closed = closed
+        for call in (*self._queued, *self._calls.values()):
+            if call.inbound is not None:
+                self._core.inbound.release(call.inbound)
+            is_unseen = last_seen is not None and call.call_id > last_seen
+            _fail(call, closed(call.call_id != 0 and not is_unseen))
+        self._queued.clear()
+        self._calls.clear()
+
+    def _known(self, call_id: int) -> OutgoingCall:
+        call = self._calls.get(call_id)
+        if call is None:
+            raise ProtocolViolation(Violation.UNKNOWN_CALL, f"call {call_id} is not open")
+        return call
+
+
+def _left() -> int:
+    raise AssertionError("a request was begun that nobody waits for")
+
+
+def _fail(call: OutgoingCall, error: BaseException) -> None:
+    if not call.answer.done():
+        call.answer.set_exception(error)
+        call.answer.exception()  # marks it as seen: an abandoned call has nobody who would

@@ -1,0 +1,258 @@
+"""The answering half of a link: requests of the other end, and the handlers that answer them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from swarmtrain.p2p.errors import ProtocolViolation, Refusal, RefusalCode, Violation
+from swarmtrain.rpc.core import LinkCore
+from swarmtrain.rpc.inbound import InboundMessage
+from swarmtrain.rpc.outgoing import OutboundMessage
+from swarmtrain.wire.errors import WireError
+from swarmtrain.wire.frames import FrameType, Start
+from swarmtrain.wire.schema import EncodedMessage, Message, Priority, encode
+
+_log = logging.getLogger(__name__)
+_MAX_WAITING_PROGRESS = 16
+
+
+class Exchange:
+    """What a handler knows about its call, besides the request.
+
+    `cancelled` is set when the caller explicitly wants no answer any more; `caller_gone` when nobody can get the answer
+    (link lost, or cancelled). Neither cancels the handler's task: whether the work is worth finishing is its decision.
+    """
+
+    def __init__(self, peer_id: str, deadline: float) -> None:
+        self.peer_id = peer_id
+        self.deadline = deadline  # in time of the event loop; what the caller gave the call
+        self.cancelled = asyncio.Event()
+        self.caller_gone = asyncio.Event()
+
+    def progress(self, item: Message) -> None:
+        """Send a progress message; never waits. If many wait to be sent, the oldest of them is dropped."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """The request's blobs are no longer needed: lets their memory be used for other requests before the answer."""
+        raise NotImplementedError
+
+    async def wait_for_room(self, priority: Priority) -> None:
+        """Wait until less than the bound is queued on this link: before making a large answer."""
+        raise NotImplementedError
+
+
+Handler = Callable[[Message, Exchange], Awaitable[Message]]
+
+
+class IncomingCall(Exchange):
+    """The record of one request of the other end."""
+
+    def __init__(self, core: LinkCore, call_id: int, deadline: float) -> None:
+        super().__init__(core.peer_id, deadline)
+        self._core = core
+        self.call_id = call_id
+        self.inbound: InboundMessage | None = None  # while the request arrives
+        self.held: InboundMessage | None = None  # its memory, while the handler works
+        self.has_place = False
+        self.closed = False  # the last word was said (or nobody listens): nothing may be sent any more
+        self.sending: OutboundMessage | None = None
+        self._waiting: deque[tuple[FrameType, EncodedMessage]] = deque()
+        self._all_sent = asyncio.Event()
+
+    def progress(self, item: Message) -> None:
+        """See `Exchange.progress`."""
+        if self.closed:
+            return
+        if len(self._waiting) >= _MAX_WAITING_PROGRESS:
+            self._waiting.popleft()
+            self._core.traffic.num_progress_dropped += 1
+        self._send(FrameType.PROGRESS, encode(item))
+
+    def release(self) -> None:
+        """See `Exchange.release`."""
+        if self.held is not None:
+            self._core.inbound.release(self.held)
+            self.held = None
+
+    async def wait_for_room(self, priority: Priority) -> None:
+        """See `Exchange.wait_for_room`."""
+        await self._core.queue.wait_for_room(priority)
+
+    async def send_answer(self, encoded: EncodedMessage) -> None:
+        """Send the final answer; returns when it is written, or cannot be."""
+        if not self.closed:
+            self._send(FrameType.ANSWER, encoded)
+            await self._all_sent.wait()
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        self.closed = True
+        self._waiting.clear()
+        if self.sending is not None:
+            self._core.queue.drop(self.sending)
+            self.sending = None
+        self._all_sent.set()
+
+    def _send(self, start_type: FrameType, encoded: EncodedMessage) -> None:
+        self._waiting.append((start_type, encoded))
+        if self.sending is None:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        """One message of a call at a time, in order, whatever their priorities."""
+        start_type, encoded = self._waiting.popleft()
+        self.sending = OutboundMessage(
+            start_type, encoded, on_start=lambda: self.call_id, on_written=lambda: self._written(start_type)
+        )
+        self._core.queue.submit(self.sending)
+
+    def _written(self, start_type: FrameType) -> None:
+        self.sending = None
+        if start_type is FrameType.ANSWER:
+            self.close()
+        elif self._waiting:
+            self._send_next()
+
+
+class Callee:
+    """Takes requests, runs the handler for each in a task of its own, sends what it answers."""
+
+    def __init__(self, core: LinkCore, handler: Handler) -> None:
+        self._core = core
+        self._handler = handler
+        self._calls: dict[int, IncomingCall] = {}
+        self.last_call_id = 0  # no later call was begun
+        self.is_closing = False  # refuse what is new
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not had their last word."""
+        return len(self._calls)
+
+    def start_received(self, call_id: int, start: Start) -> None:
+        """A request begins."""
+        if call_id <= self.last_call_id:
+            raise ProtocolViolation(Violation.OUT_OF_ORDER, f"call {call_id} after call {self.last_call_id}")
+        self.last_call_id = call_id
+        now = self._core.clock()
+        call = IncomingCall(self._core, call_id, now + start.deadline_ms / 1000)
+        refusal = self._claim_place(call)
+        call.inbound = self._core.inbound.start(
+            call_id,
+            FrameType.REQUEST,
+            start,
+            discard=refusal is not None,
+            expires_at=call.deadline + self._core.options.stall_grace_s,
+        )
+        self._calls[call_id] = call
+        if refusal is not None:
+            call.close()
+            self._core.refuse(call_id, refusal, retry_after_s=self._core.options.busy_retry_s)
+
+    def _claim_place(self, call: IncomingCall) -> RefusalCode | None:
+        if self.is_closing:
+            return RefusalCode.CLOSING
+        if len(self._calls) >= self._core.options.max_inbound_calls or not self._core.shared.tasks.try_claim():
+            return RefusalCode.BUSY
+        call.has_place = True
+        return None
+
+    def inbound_message(self, call_id: int) -> InboundMessage:
+        """The request that the chunks of `call_id` belong to."""
+        call = self._calls.get(call_id)
+        if call is None:
+            raise ProtocolViolation(Violation.UNKNOWN_CALL, f"a chunk of call {call_id}, which is not open")
+        if call.inbound is None:
+            raise ProtocolViolation(Violation.OUT_OF_ORDER, f"a chunk of call {call_id}, whose request is complete")
+        return call.inbound
+
+    def message_complete(self, message: InboundMessage) -> None:
+        """All of a request is there."""
+        call = self._calls[message.call_id]
+        call.inbound = None
+        if message.discarded:
+            self._end(call)
+            return
+        try:
+            request, num_blob_bytes = self._core.registry.decode_counted(message.body)
+        except WireError as error:
+            self._core.count_received(message, 0)
+            self._core.traffic.num_malformed += 1
+            self._core.inbound.release(message)
+            self._core.refuse(call.call_id, RefusalCode.MALFORMED, f"{error.error_id}: {error}")
+            self._end(call)
+            return
+        self._core.count_received(message, num_blob_bytes)
+        call.held = message
+        message.body = bytearray()  # the request's blobs hold what they need of it
+        self._core.shared.tasks.spawn(self._run(call, request))
+
+    async def _run(self, call: IncomingCall, request: Message) -> None:
+        try:
+            answer = encode(await self._handler(request, call))
+            del request
+            await call.send_answer(answer)
+        except Refusal as refusal:
+            self._refuse(call, refusal.code, refusal.text, refusal.retry_after_s)
+        except asyncio.CancelledError:
+            self._refuse(call, RefusalCode.CLOSING, "the peer is shutting down")
+            raise
+        except Exception as error:
+            _log.exception("handler of a call from %s failed", call.peer_id)
+            self._refuse(call, RefusalCode.INTERNAL, f"{type(error).__name__}")
+        finally:
+            self._end(call)
+
+    def _refuse(self, call: IncomingCall, code: str, text: str, retry_after_s: float = 0.0) -> None:
+        if not call.closed:
+            call.close()
+            self._core.refuse(call.call_id, code, text, retry_after_s)
+
+    def cancelled(self, call_id: int) -> None:
+        """The caller wants no answer. A cancel that crossed the answer is no surprise and is ignored."""
+        call = self._calls.get(call_id)
+        if call is None:
+            if call_id > self.last_call_id:
+                raise ProtocolViolation(Violation.UNKNOWN_CALL, f"cancel of call {call_id}, which was never opened")
+            return
+        self._refuse(call, RefusalCode.CANCELLED, "")
+        call.cancelled.set()
+        call.caller_gone.set()
+        if call.inbound is not None:
+            self._core.inbound.discard(call.inbound)
+            call.inbound = None
+            self._end(call)
+
+    def sending(self, call_id: int) -> OutboundMessage | None:
+        """What is being sent for a call, for credit; None if nothing is."""
+        call = self._calls.get(call_id)
+        return None if call is None else call.sending
+
+    def check_stalled(self, now: float) -> None:
+        """ProtocolViolation if a request was begun and never finished."""
+        for call in self._calls.values():
+            if call.inbound is not None and now > call.inbound.expires_at:
+                raise ProtocolViolation(Violation.STALLED, f"call {call.call_id}: {call.inbound.kind} never ended")
+
+    def link_lost(self) -> None:
+        """Nobody will get the answers; the handlers go on."""
+        for call in tuple(self._calls.values()):
+            call.close()
+            call.caller_gone.set()
+            if call.inbound is not None:
+                self._core.inbound.release(call.inbound)
+                self._end(call)
+
+    def _end(self, call: IncomingCall) -> None:
+        """Forget a call that has had its last word and whose handler has ended."""
+        call.release()
+        call.close()
+        if call.has_place:
+            call.has_place = False
+            self._core.shared.tasks.unclaim()
+        self._calls.pop(call.call_id, None)
+        self._core.call_ended()

@@ -1,0 +1,242 @@
+"""Messages on their way in: admitted against a memory budget, put together, measured.
+
+The beginning of a message (up to `CALL_WINDOW_BYTES`) may arrive unasked; the rest comes after the receiver has
+reserved memory for all of it and granted credit. So the receiver's memory is bounded, whatever the senders do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarmtrain import world
+from swarmtrain.p2p.errors import ProtocolViolation, Violation
+from swarmtrain.rpc.budget import Budget, Reservation
+from swarmtrain.wire.errors import UnknownKind
+from swarmtrain.wire.frames import (
+    CALL_WINDOW_BYTES,
+    LINK_WINDOW_BYTES,
+    MAX_CHUNK_BYTES,
+    SMALL_MESSAGE_BYTES,
+    FrameType,
+    Start,
+    pack_pair,
+)
+from swarmtrain.wire.schema import Registry
+
+_CREDIT_BATCH_BYTES = LINK_WINDOW_BYTES // 4  # window credit is returned in lumps: a frame per message costs more
+_LEAST_REPORTED_BYTES = 64 << 10  # smaller messages say little about a link
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What the receiver saw of one large message: bytes after the first piece, and the time they took."""
+
+    num_bytes: int
+    seconds: float
+
+
+class InboundMessage:
+    """A message that is being received. A `discarded` one is received and thrown away."""
+
+    __slots__ = (
+        "body",
+        "call_id",
+        "crc",
+        "discarded",
+        "expires_at",
+        "first_at",
+        "first_bytes",
+        "granted",
+        "is_receiving",
+        "kind",
+        "num_bytes",
+        "position",
+        "reservation",
+        "start_type",
+        "takes_window",
+    )
+
+    def __init__(self, call_id: int, start_type: FrameType, start: Start, expires_at: float) -> None:
+        self.call_id = call_id
+        self.start_type = start_type
+        self.kind = start.kind
+        self.num_bytes = start.num_bytes
+        self.expires_at = expires_at
+        self.body = bytearray()
+        self.position = 0
+        self.crc = 0
+        self.granted = self.window_bytes
+        self.reservation: Reservation | None = None
+        self.is_receiving = False  # a chunk is on its way into `body`, which therefore must stay
+        self.discarded = False
+        self.takes_window = not self.is_small  # until its beginning was credited back
+        self.first_at = 0.0
+        self.first_bytes = 0
+
+    @property
+    def is_small(self) -> bool:
+        """Small messages need neither credit nor budget."""
+        return self.num_bytes <= SMALL_MESSAGE_BYTES
+
+    @property
+    def window_bytes(self) -> int:
+        """What may arrive of it before it is admitted."""
+        return min(self.num_bytes, CALL_WINDOW_BYTES)
+
+    def grow(self) -> None:
+        """Make room for all of it, once it is admitted."""
+        if len(self.body) < self.num_bytes and not self.is_receiving:
+            body = bytearray(self.num_bytes)
+            body[: self.position] = memoryview(self.body)[: self.position]
+            self.body = body
+
+
+class InboundMessages:
+    """Puts messages of one link together. `send_control` takes the credit frames that go back."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        send_control: Callable[[bytes], None],
+        *,
+        request_budget: Budget,
+        answer_budget: Budget,
+    ) -> None:
+        self._registry = registry
+        self._send_control = send_control
+        # Apart, since requests are held while their handlers wait for answers: together they could block each other.
+        self._budgets = {True: request_budget, False: answer_budget}
+        self._open_window = {True: 0, False: 0}  # beginnings that were not credited back yet
+        self._owed_window = {True: 0, False: 0}  # the part of it that is due
+        self._trash = memoryview(b"")
+        self._closed = False
+
+    def close(self) -> None:
+        """Admit nothing any more: messages that are given up one by one must not make room for each other."""
+        self._closed = True
+
+    def start(
+        self, call_id: int, start_type: FrameType, start: Start, *, discard: bool, expires_at: float
+    ) -> InboundMessage:
+        """Begin a message. ProtocolViolation if it may not be begun at all."""
+        is_request = start_type is FrameType.REQUEST
+        self._check_size(start, self._budgets[is_request])
+        message = InboundMessage(call_id, start_type, start, expires_at)
+        self._take_window(message)
+        if discard:
+            message.discarded = True
+            self._credit(message, 0)
+        elif message.is_small:
+            message.body = bytearray(start.num_bytes)
+        else:
+            self._reserve(message, self._budgets[is_request])
+        return message
+
+    def _check_size(self, start: Start, budget: Budget) -> None:
+        try:
+            codec = self._registry.codec(start.kind)
+        except UnknownKind as error:
+            raise ProtocolViolation(Violation.UNKNOWN_KIND, str(error)) from error
+        if not 0 < start.num_bytes <= codec.max_bytes:
+            detail = f"{start.kind} of {start.num_bytes} bytes, at most {codec.max_bytes}"
+            raise ProtocolViolation(Violation.TOO_LARGE, detail)
+        if start.num_bytes > budget.limit_bytes:
+            detail = f"{start.kind} of {start.num_bytes} bytes, this end holds at most {budget.limit_bytes}"
+            raise ProtocolViolation(Violation.TOO_LARGE, detail)
+
+    def _take_window(self, message: InboundMessage) -> None:
+        if not message.takes_window:
+            return
+        is_request = message.start_type is FrameType.REQUEST
+        self._open_window[is_request] += message.window_bytes
+        if self._open_window[is_request] > LINK_WINDOW_BYTES:
+            raise ProtocolViolation(Violation.OVER_CREDIT, "more messages were begun than the link's window allows")
+
+    def _reserve(self, message: InboundMessage, budget: Budget) -> None:
+        message.reservation = budget.reserve(message.num_bytes, lambda: self._admitted(message))
+        if message.reservation.admitted:
+            self._admitted(message)
+        else:
+            message.body = bytearray(message.granted)
+
+    def _admitted(self, message: InboundMessage) -> None:
+        if self._closed:
+            return
+        message.grow()
+        missing = message.num_bytes - message.granted
+        message.granted = message.num_bytes
+        self._credit(message, missing)
+
+    def _credit(self, message: InboundMessage, call_bytes: int) -> None:
+        """Grant the rest of a message, and give back, once, what its beginning took from the link's window."""
+        is_request = message.start_type is FrameType.REQUEST
+        if message.takes_window:
+            message.takes_window = False
+            self._owed_window[is_request] += message.window_bytes
+        owed = self._owed_window[is_request]
+        if call_bytes or owed >= _CREDIT_BATCH_BYTES:
+            self._owed_window[is_request] = 0
+            self._open_window[is_request] -= owed
+            self._send_control(pack_pair(FrameType.CREDIT, message.call_id, call_bytes, owed))
+
+    def discard(self, message: InboundMessage) -> None:
+        """Let go of a message's memory; what still arrives of it is thrown away."""
+        if message.discarded:
+            return
+        message.discarded = True
+        if not message.is_receiving:
+            message.body = bytearray()
+        self.release(message)
+
+    def release(self, message: InboundMessage) -> None:
+        """The message's memory is no longer the link's affair. A second call does nothing.
+
+        One that fits the window may be complete, and handled, before the budget admitted it: then it holds its part of
+        the window until now, so that the two together still bound the memory.
+        """
+        self._credit(message, 0)
+        if message.reservation is not None:
+            message.reservation.release()
+
+    def chunk_begins(self, message: InboundMessage, num_bytes: int) -> tuple[memoryview, int]:
+        """Where the next chunk goes, and the checksum so far."""
+        end = message.position + num_bytes
+        if end > message.num_bytes:
+            detail = f"{message.kind}: more bytes than the {message.num_bytes} announced"
+            raise ProtocolViolation(Violation.TOO_LARGE, detail)
+        if end > message.granted:
+            raise ProtocolViolation(
+                Violation.OVER_CREDIT, f"{message.kind}: {end} bytes sent, {message.granted} granted"
+            )
+        if message.discarded:
+            return self._trash_buffer(num_bytes), message.crc
+        if len(message.body) < end:
+            message.grow()  # it was admitted while the last chunk was on its way
+        if message.position == 0:
+            message.first_at = world.monotonic()  # finer than the loop's clock, which may count in milliseconds
+            message.first_bytes = num_bytes
+        message.is_receiving = True
+        return memoryview(message.body)[message.position : end], message.crc
+
+    def chunk_complete(self, message: InboundMessage, num_bytes: int, crc: int) -> bool:
+        """Count the chunk; True if it was the last."""
+        message.position += num_bytes
+        message.crc = crc
+        message.is_receiving = False
+        if message.discarded:
+            message.body = bytearray()
+        return message.position == message.num_bytes
+
+    def measure(self, message: InboundMessage) -> Measurement | None:
+        """What the complete `message` says about the link; None if it is too small or came in one piece."""
+        num_bytes = message.num_bytes - message.first_bytes
+        seconds = world.monotonic() - message.first_at
+        if message.num_bytes < _LEAST_REPORTED_BYTES or num_bytes <= 0 or seconds <= 0:
+            return None
+        return Measurement(num_bytes, seconds)
+
+    def _trash_buffer(self, num_bytes: int) -> memoryview:
+        if not self._trash:
+            self._trash = memoryview(bytearray(MAX_CHUNK_BYTES))
+        return self._trash[:num_bytes]

@@ -1,0 +1,378 @@
+"""A node: this daemon's end of all its links. Dials on demand, accepts, answers, calls by peer id."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar, overload
+
+from swarmtrain.p2p.errors import CallTimeout, LinkClosed, MalformedAnswer, NetError, PeerUnreachable, RefusalCode
+from swarmtrain.p2p.host_errors import HostDownError
+from swarmtrain.p2p.transport import ByteStream, Transport
+from swarmtrain.rpc.budget import Budget
+from swarmtrain.rpc.calls import OnProgress
+from swarmtrain.rpc.core import MIB, HandlerTasks, LinkOptions, Shared
+from swarmtrain.rpc.counters import Traffic
+from swarmtrain.rpc.exchange import Handler
+from swarmtrain.rpc.limiter import RateLimiter
+from swarmtrain.rpc.link import Link
+from swarmtrain.rpc.link_table import LinkRecord, LinkSnapshot, LinkTable
+from swarmtrain.rpc.loopback import call_locally
+from swarmtrain.rpc.meter import LinkEstimate
+from swarmtrain.rpc.rejection import Rejection
+from swarmtrain.wire.schema import Message, Registry
+
+MOVING_S = 86400.0  # the deadline of a call that lasts while it moves
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """Settings of a node."""
+
+    link: LinkOptions = field(default_factory=LinkOptions)
+    dial_s: float = 10.0
+    first_backoff_s: float = 1.0  # after a failed dial; doubled with each further one
+    last_backoff_s: float = 60.0
+    idle_s: float = 300.0  # a link without calls for so long is closed
+    max_links: int = 512
+    max_incoming_per_peer: int = 4  # a peer that dials again may still have old links here
+    max_inbound_calls: int = 4096  # over all links; further requests are answered BUSY
+    inbound_bytes: int = 512 * MIB  # over all links: requests and, separately, answers
+
+
+class Node:
+    """See the module. Construct it on the running loop; it accepts links from then on."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        registry: Registry,
+        handler: Handler,
+        options: NodeOptions | None = None,
+        *,
+        limiter: RateLimiter | None = None,
+        on_link_closed: Callable[[str, LinkClosed], None] | None = None,
+    ) -> None:
+        self._transport = transport
+        self._registry = registry
+        self._handler = handler
+        self._on_link_closed = on_link_closed
+        self.options = options or NodeOptions()
+        self._loop = asyncio.get_running_loop()
+        self._shared = Shared(
+            limiter=limiter or RateLimiter(),
+            tasks=HandlerTasks(self.options.max_inbound_calls),
+            request_budget=Budget(self.options.inbound_bytes),
+            answer_budget=Budget(self.options.inbound_bytes),
+        )
+        self._neighbours = LinkTable()
+        self._ended_traffic = Traffic()
+        self._closers: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self.num_refused_streams = 0
+        self.look_up: Callable[[str], Awaitable[bool]] | None = None  # news of a peer that could not be dialed
+        self._idle_timer = self._loop.call_later(self.options.idle_s / 4, self._close_idle_links)
+        transport.listen(self._accept)
+
+    @property
+    def peer_id(self) -> str:
+        """This end's identity."""
+        return self._transport.peer_id
+
+    @property
+    def num_handlers(self) -> int:
+        """Requests that are being answered."""
+        return self._shared.tasks.num_running
+
+    @overload
+    async def call(
+        self,
+        peer_id: str,
+        request: Message,
+        deadline_s: float,
+        on_progress: OnProgress | None = None,
+        *,
+        expect: type[M],
+    ) -> M: ...
+
+    @overload
+    async def call(
+        self,
+        peer_id: str,
+        request: Message,
+        deadline_s: float,
+        on_progress: OnProgress | None = None,
+        *,
+        expect: None = None,
+    ) -> Message: ...
+
+    async def call(
+        self,
+        peer_id: str,
+        request: Message,
+        deadline_s: float,
+        on_progress: OnProgress | None = None,
+        *,
+        expect: type[Message] | None = None,
+    ) -> Message:
+        """Call `peer_id`, dialing it if there is no link. Raises what `Link.call` raises, or PeerUnreachable; but
+        HostDownError if this end's own transport is away, which says nothing about the peer.
+
+        `deadline_s` includes the dialing. A request of which nothing was written when its link broke is sent once more
+        over a new link: the peer cannot have seen it.
+        """
+        if self._is_closed:
+            raise LinkClosed("this node is closed", request_sent=False)
+        if peer_id == self.peer_id:
+            answer = await call_locally(
+                self.peer_id,
+                self._registry,
+                self._handler,
+                self._shared.tasks,
+                request,
+                deadline_s=deadline_s,
+                on_progress=on_progress,
+            )
+        else:
+            answer = await self._call_remotely(peer_id, request, deadline_s, on_progress)
+        if expect is not None and not isinstance(answer, expect):
+            raise MalformedAnswer(f"{peer_id} answered {answer.wire.kind} where {expect.wire.kind} was expected")
+        return answer
+
+    async def call_while_moving(self, peer_id: str, request: Message, stall_s: float, *, expect: type[M]) -> M:
+        """As `call`, however long it takes: CallTimeout when nothing at all has come from the peer for `stall_s`."""
+        task = self._loop.create_task(self.call(peer_id, request, MOVING_S, expect=expect))
+        try:
+            received, moved_at = self.received_bytes(peer_id), self._loop.time()
+            while not task.done():
+                await asyncio.wait({task}, timeout=stall_s / 4)
+                if (now_received := self.received_bytes(peer_id)) != received:
+                    received, moved_at = now_received, self._loop.time()
+                elif not task.done() and self._loop.time() - moved_at >= stall_s:
+                    raise CallTimeout(f"nothing has come from {peer_id} for {stall_s:g} s")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _call_remotely(
+        self, peer_id: str, request: Message, deadline_s: float, on_progress: OnProgress | None
+    ) -> Message:
+        ends_at = self._loop.time() + deadline_s
+        link = await self._link_to(peer_id, ends_at)
+        try:
+            left_s = ends_at - self._loop.time()
+            return await link.call(request, deadline_s=left_s, on_progress=on_progress)
+        except LinkClosed as error:
+            await self._check_up(error)
+            if error.request_sent or not link.was_greeted:
+                raise
+        link = await self._link_to(peer_id, ends_at)
+        return await link.call(request, deadline_s=ends_at - self._loop.time(), on_progress=on_progress)
+
+    async def _link_to(self, peer_id: str, ends_at: float) -> Link:
+        neighbour = self._neighbours.get(peer_id)
+        link = neighbour.usable()
+        if link is not None:
+            return link
+        if neighbour.dialing is None:
+            self._check_may_dial(peer_id, neighbour)
+            neighbour.dialing = self._loop.create_task(self._dial(peer_id, neighbour))
+            neighbour.dialing.add_done_callback(_see_exception)
+        dial = neighbour.dialing
+        try:
+            # Shielded: other callers may wait for the same dial.
+            async with asyncio.timeout_at(ends_at):
+                return await asyncio.shield(dial)
+        except asyncio.CancelledError:
+            if dial.cancelled():  # not this call was cancelled: the node is closing
+                raise LinkClosed("this node is closed", request_sent=False) from None
+            raise
+        except TimeoutError as error:
+            await self._check_up(error)
+            raise CallTimeout(f"no link to {peer_id} within the deadline of the call") from error
+
+    def _check_may_dial(self, peer_id: str, neighbour: LinkRecord) -> None:
+        wait_s = neighbour.retry_at - self._loop.time()
+        if wait_s > 0:
+            failures = f"failed dial number {neighbour.num_failures} ({neighbour.failure})"
+            raise PeerUnreachable(f"{peer_id} is not dialed for {wait_s:.1f} s after {failures}", retry_after_s=wait_s)
+        if not self._make_place():
+            raise PeerUnreachable(f"{peer_id} is not dialed: all {self.options.max_links} links are in use")
+
+    async def _dial(self, peer_id: str, neighbour: LinkRecord) -> Link:
+        try:
+            stream = await self._open(peer_id)
+        except HostDownError:
+            raise
+        except (NetError, OSError) as error:  # TimeoutError is an OSError
+            await self._check_up(error)
+            detail = str(error) or f"no answer in {self.options.dial_s:g} s"
+            wait_s = self._dial_failed(neighbour, detail)
+            raise PeerUnreachable(f"cannot reach {peer_id}: {detail}", retry_after_s=wait_s) from error
+        finally:
+            neighbour.dialing = None
+        link = self._make_link(stream, neighbour, initiator=True)
+        neighbour.outgoing = link
+        link.start()
+        return link
+
+    async def _check_up(self, error: Exception) -> None:
+        """HostDownError if it was this end that failed: nobody else may be blamed for it, or not be dialed again."""
+        if not await self._transport.is_up():
+            raise HostDownError(f"this host's own transport is away: {error}") from error
+
+    async def is_up(self) -> bool:
+        """Whether this end's own transport works: if not, nobody can be heard."""
+        return await self._transport.is_up()
+
+    async def _open(self, peer_id: str) -> ByteStream:
+        """A stream to the peer; one that was a stranger is looked up and dialed once more."""
+        try:
+            async with asyncio.timeout(self.options.dial_s):
+                return await self._transport.open(peer_id, timeout_s=self.options.dial_s)
+        except HostDownError:
+            raise
+        except (NetError, OSError):
+            if self.look_up is None or not await self.look_up(peer_id):
+                raise
+        async with asyncio.timeout(self.options.dial_s):
+            return await self._transport.open(peer_id, timeout_s=self.options.dial_s)
+
+    def _dial_failed(self, neighbour: LinkRecord, reason: str) -> float:
+        """Wait longer and longer before the next dial; how long."""
+        neighbour.num_failures += 1
+        neighbour.failure = reason
+        wait_s = self.options.first_backoff_s * 2.0 ** min(30, neighbour.num_failures - 1)
+        wait_s = min(self.options.last_backoff_s, wait_s)
+        neighbour.retry_at = self._loop.time() + wait_s
+        return wait_s
+
+    def forgive(self, peer_id: str) -> None:
+        """Dial again at the next call, whatever failed before: there is news of the peer."""
+        neighbour = self._neighbours.find(peer_id)
+        if neighbour is not None:
+            neighbour.num_failures = 0
+            neighbour.retry_at = 0.0
+
+    def _accept(self, stream: ByteStream) -> None:
+        neighbour = self._neighbours.get(stream.peer_id)
+        too_many = len(neighbour.incoming) >= self.options.max_incoming_per_peer
+        if self._is_closed or too_many or not self._make_place():
+            self.num_refused_streams += 1
+            Rejection(stream, RefusalCode.CLOSING if self._is_closed else RefusalCode.BUSY, "no place for another link")
+            return
+        link = self._make_link(stream, neighbour, initiator=False)
+        neighbour.incoming.append(link)
+        link.start()
+
+    def _make_link(self, stream: ByteStream, neighbour: LinkRecord, *, initiator: bool) -> Link:
+        return Link(
+            stream,
+            self._registry,
+            self._handler,
+            initiator=initiator,
+            options=self.options.link,
+            shared=self._shared,
+            meter=neighbour.meter,
+            on_closed=self._link_closed,
+        )
+
+    def _link_closed(self, link: Link) -> None:
+        neighbour = self._neighbours.get(link.peer_id)
+        if link.was_greeted:
+            neighbour.num_failures = 0
+        elif link is neighbour.outgoing and not self._is_closed:
+            self._dial_failed(neighbour, str(link.error))  # it took the stream and never said hello
+        neighbour.remove(link)
+        self._ended_traffic.add(link.traffic)
+        if self._on_link_closed is not None and link.error is not None:
+            self._on_link_closed(link.peer_id, link.error)
+
+    def _make_place(self) -> bool:
+        """ResizableSemaphore for one link more, if need be by closing the one that is idle for longest."""
+        links = self._neighbours.links()
+        if len(links) < self.options.max_links:
+            return True
+        idle = [link for link in links if not link.num_open_calls]
+        if not idle:
+            return False
+        self._close_soon(min(idle, key=lambda link: link.used_at))
+        return True
+
+    def _close_idle_links(self) -> None:
+        self._idle_timer = self._loop.call_later(self.options.idle_s / 4, self._close_idle_links)
+        now = self._loop.time()
+        for link in self._neighbours.links():
+            if link.is_open and not link.num_open_calls and now - link.used_at > self.options.idle_s:
+                self._close_soon(link)
+
+    def _close_soon(self, link: Link) -> None:
+        task = self._loop.create_task(link.close())
+        self._closers.add(task)
+        task.add_done_callback(self._closers.discard)
+
+    def has_link(self, peer_id: str) -> bool:
+        """Whether a call to the peer would find an open link. It ends within seconds of the peer's death."""
+        neighbour = self._neighbours.find(peer_id)
+        return neighbour is not None and neighbour.usable() is not None
+
+    def links(self) -> tuple[LinkSnapshot, ...]:
+        """All links, for status."""
+        return self._neighbours.snapshot(self._loop.time())
+
+    def transfers(self) -> tuple[tuple[int, float], tuple[int, float]]:
+        """(bytes, seconds) of measured messages, sent and received; peers that were forgotten are not in it."""
+        return self._neighbours.transfers()
+
+    def estimate(self, peer_id: str) -> LinkEstimate:
+        """What is known about the wire to `peer_id`; survives the links themselves."""
+        neighbour = self._neighbours.get(peer_id)
+        return neighbour.meter.estimate(sum(link.backlog_bytes for link in neighbour.links))
+
+    def received_bytes(self, peer_id: str) -> int:
+        """What has come over the open links with a peer, without pings and the like: grows while anything moves."""
+        neighbour = self._neighbours.find(peer_id)
+        return sum(link.received_bytes for link in neighbour.links) if neighbour is not None else 0
+
+    def backlog_bytes(self) -> int:
+        """What waits to be sent, to anybody."""
+        return sum(link.backlog_bytes for link in self._neighbours.links())
+
+    def set_prior(self, peer_id: str, up_bytes_per_s: float) -> None:
+        """What the directory says about the rate to a peer; used until something was measured."""
+        self._neighbours.get(peer_id).meter.up.set_prior(up_bytes_per_s)
+
+    def traffic(self) -> Traffic:
+        """Everything that was moved since the start, links that ended included."""
+        total = Traffic()
+        total.add(self._ended_traffic)
+        for link in self._neighbours.links():
+            total.add(link.traffic)
+        return total
+
+    def cut(self) -> None:
+        """Break all links at once, as a failing network would. The next call dials again."""
+        for link in self._neighbours.links():
+            link.abort("cut on purpose")
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """Close all links gracefully and end all handlers, within about `timeout_s`. Calls under way may end in it."""
+        self._is_closed = True
+        self._idle_timer.cancel()
+        dials = self._neighbours.dials()
+        for dial in dials:
+            dial.cancel()
+        await asyncio.gather(*dials, return_exceptions=True)
+        await asyncio.gather(*(link.close(timeout_s) for link in self._neighbours.links()))
+        await asyncio.gather(*self._closers, return_exceptions=True)
+        await self._shared.tasks.drain(0.0)
+
+
+def _see_exception(dial: asyncio.Task[Link]) -> None:
+    """A failed dial whose callers have all left is nobody's surprise."""
+    if not dial.cancelled():
+        dial.exception()

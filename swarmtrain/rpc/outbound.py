@@ -1,0 +1,277 @@
+"""What waits to be written to one stream: control frames first, then messages by priority, cut into chunks.
+
+A message that is being sent gives way to a more urgent one at every chunk. Within a priority the oldest goes first, so
+that the first of several equal messages arrives early instead of all of them late. One chunk in `LOW_SHARE` goes to the
+least urgent message, so that a wire that is always busy cannot starve a newcomer's download or a checkpoint for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from swarmtrain import world
+from swarmtrain.rpc.counters import Direction
+from swarmtrain.rpc.limiter import Ticket, TokenBucket
+from swarmtrain.rpc.outgoing import OutboundMessage
+from swarmtrain.wire.checksum import crc32
+from swarmtrain.wire.frames import LINK_WINDOW_BYTES, MAX_CHUNK_BYTES, FrameType, Start, pack_header, pack_start
+from swarmtrain.wire.limits import Priority
+
+_JOIN_BYTES = 8 << 10  # pieces up to here are joined: one write costs more than one small copy
+LOW_SHARE = 16
+_CHUNK_S = 0.005  # what a larger chunk may take of the wire's time
+_MOST_CHUNKS_IN_ONE = 4
+_FEWEST_CHUNK_BYTES = 1024  # what is left of a grant is not used for chunks smaller than this
+
+
+class OutboundQueue:
+    """Writes frames through `write` as long as the stream, the rate cap and the receiver's credits allow."""
+
+    def __init__(
+        self,
+        write: Callable[[bytes | memoryview], None],
+        counters: Direction,
+        bucket: TokenBucket,
+        *,
+        chunk_bytes: int,
+        limit_bytes: int,
+    ) -> None:
+        self._write = write
+        self._counters = counters
+        self._bucket = bucket
+        self._least_chunk_bytes = self._chunk_bytes = min(chunk_bytes, MAX_CHUNK_BYTES)
+        self._limit_bytes = limit_bytes
+        self._messages: dict[Priority, deque[OutboundMessage]] = {priority: deque() for priority in Priority}
+        self._windows = {True: LINK_WINDOW_BYTES, False: LINK_WINDOW_BYTES}  # by "is a request"
+        self._control: deque[bytes] = deque()
+        self._queued_bytes = dict.fromkeys(Priority, 0)
+        self._waiters: dict[Priority, deque[asyncio.Future[None]]] = {priority: deque() for priority in Priority}
+        self._ticket: Ticket | None = None
+        self._allowance = 0
+        self._paused = False
+        self._paused_at = 0.0
+        self._unsent_bytes = 0
+        self._closed = False
+        self._pumping = False
+        self._num_chunks = 0
+        self._is_woken = dict.fromkeys(Priority, False)  # a waiter may go and has not gone yet
+
+    @property
+    def queued_bytes(self) -> int:
+        """Body bytes of all queued messages that are not written yet."""
+        return sum(self._queued_bytes.values())
+
+    @property
+    def num_control_frames(self) -> int:
+        """Control frames that wait for the stream to drain."""
+        return len(self._control)
+
+    def send_control(self, frame: bytes) -> None:
+        """Write a control frame before everything else. It is counted by the rate cap but never waits for it."""
+        if not self._closed:
+            self._control.append(frame)
+            self.pump()
+
+    def submit(self, message: OutboundMessage) -> None:
+        """Queue a message."""
+        if self._closed:
+            return
+        priority = message.encoded.priority
+        self._messages[priority].append(message)
+        self._queued_bytes[priority] += message.num_left
+        self.pump()
+
+    def fit_chunks(self, bytes_per_s: float) -> None:
+        """Larger chunks on a fast wire, where every one costs more time here than there."""
+        fitting = max(self._least_chunk_bytes, int(_CHUNK_S * bytes_per_s))
+        self._chunk_bytes = min(fitting, _MOST_CHUNKS_IN_ONE * self._least_chunk_bytes, MAX_CHUNK_BYTES)
+
+    def stalled_s(self, unsent_bytes: int) -> float:
+        """For how long the stream has taken nothing although something waits; it holds `unsent_bytes` now."""
+        if unsent_bytes != self._unsent_bytes:  # slow, but it moves
+            self._unsent_bytes, self._paused_at = unsent_bytes, world.monotonic()
+        return world.monotonic() - self._paused_at if self._paused and not self._closed else 0.0
+
+    async def wait_for_room(self, priority: Priority) -> None:
+        """Return once fewer bytes of `priority` wait than the limit. One message may overshoot it, whatever its size.
+
+        Each priority has its own bound, so that a long queue of state does not make a boundary tensor wait.
+        """
+        waiters = self._waiters[priority]
+        while not self._closed and (waiters or self._queued_bytes[priority] >= self._limit_bytes):
+            waiter = asyncio.get_running_loop().create_future()
+            waiters.append(waiter)
+            try:
+                await waiter
+                return
+            finally:
+                if waiter in waiters:
+                    waiters.remove(waiter)
+                else:
+                    self._is_woken[priority] = False
+                # After this task's step: if it queues its message in it, the next one sees how much room is left.
+                asyncio.get_running_loop().call_soon(self._wake, priority)
+
+    def drop(self, message: OutboundMessage) -> None:
+        """Forget the rest of a message. The caller sees to it that the other end learns of that."""
+        queue = self._messages[message.encoded.priority]
+        if message in queue:
+            queue.remove(message)
+            self._shrink(message.encoded.priority, message.num_left)
+
+    def grant(self, message: OutboundMessage | None, is_request: bool, call_bytes: int, window_bytes: int) -> None:
+        """Credit from the receiver, for one message and for the beginnings of others of its sort."""
+        if message is not None:
+            message.credit = min(message.credit + call_bytes, message.encoded.num_bytes)
+        self._windows[is_request] = min(self._windows[is_request] + window_bytes, LINK_WINDOW_BYTES)
+        self.pump()
+
+    def pause(self) -> None:
+        """The stream is full."""
+        self._paused = True
+        self._paused_at = world.monotonic()
+
+    def resume(self) -> None:
+        """The stream has drained."""
+        self._paused = False
+        self.pump()
+
+    def close(self) -> None:
+        """Write nothing any more and let everything go."""
+        self._closed = True
+        self._control.clear()
+        for queue in self._messages.values():
+            queue.clear()
+        if self._ticket is not None:
+            self._ticket.cancel()
+            self._ticket = None
+        for priority in Priority:
+            self._queued_bytes[priority] = 0
+            self._wake(priority)
+
+    def flush_control(self) -> None:
+        """Write all control frames now, even if the stream is full: the last thing before it closes."""
+        while self._control and not self._closed:
+            self._write_control()
+
+    def pump(self) -> None:
+        """Write what may be written now."""
+        if self._pumping:  # a callback of a write that is under way
+            return
+        self._pumping = True
+        try:
+            while not self._paused and not self._closed and self._write_next():
+                pass
+        finally:
+            self._pumping = False
+
+    def _write_next(self) -> bool:
+        if self._control:
+            self._write_control()
+            return True
+        message = self._choose()
+        if message is None or not self._has_allowance(message):
+            return False
+        self._write_chunk(message)
+        return True
+
+    def _write_control(self) -> None:
+        frame = self._control.popleft()
+        self._bucket.charge(len(frame))
+        self._counters.control_bytes += len(frame)
+        self._write(frame)
+
+    def _choose(self) -> OutboundMessage | None:
+        """The most urgent message that may send now; in its turn, the least urgent one."""
+        first = last = next(sendable := self._sendable(), None)
+        if self._num_chunks % LOW_SHARE == LOW_SHARE - 1:
+            for message in sendable:
+                if last is None or message.encoded.priority > last.encoded.priority:
+                    last = message
+            return last
+        return first
+
+    def _sendable(self) -> Iterator[OutboundMessage]:
+        """Messages that may send now, most urgent first. One that waits for the window lets none of its sort start."""
+        start_blocked = {True: False, False: False}
+        for queue in self._messages.values():
+            for message in queue:
+                if message.started:
+                    if message.credit > message.position:
+                        yield message
+                    continue
+                is_request = message.start_type is FrameType.REQUEST
+                needed = message.window_bytes
+                if needed and (start_blocked[is_request] or needed > self._windows[is_request]):
+                    start_blocked[is_request] = True
+                    continue
+                yield message
+
+    def _has_allowance(self, message: OutboundMessage) -> bool:
+        """Ask the rate cap for a grant; False if it comes later."""
+        if self._allowance >= min(message.num_left, _FEWEST_CHUNK_BYTES, self._chunk_bytes):
+            return True
+        priority = message.encoded.priority
+        if self._ticket is not None:
+            if priority < self._ticket.priority:
+                self._ticket = self._bucket.raise_priority(self._ticket, priority)
+            return False
+        wanted = self._bucket.grant_bytes(self._chunk_bytes)
+        self._ticket = self._bucket.acquire(wanted, priority, lambda: self._granted(wanted))
+        if self._ticket is None:
+            self._allowance += wanted
+        return self._ticket is None
+
+    def _granted(self, num_bytes: int) -> None:
+        self._ticket = None
+        self._allowance += num_bytes
+        self.pump()
+
+    def _write_chunk(self, message: OutboundMessage) -> None:
+        start = b"" if message.started else self._start(message)
+        num_bytes = min(self._chunk_bytes, self._allowance, message.num_left, message.credit - message.position)
+        pieces = message.take(num_bytes)
+        for piece in pieces:
+            message.crc = crc32(piece, message.crc)
+        self._num_chunks += 1
+        head = start + pack_header(FrameType.CHUNK, message.call_id, num_bytes, message.crc)
+        traffic = self._counters.kind(message.encoded.kind)
+        traffic.frame_bytes += len(head)
+        traffic.body_bytes += num_bytes
+        self._allowance -= num_bytes + len(head)
+        if num_bytes <= _JOIN_BYTES:
+            self._write(b"".join((head, *pieces)))
+        else:
+            self._write(head)
+            for piece in pieces:
+                self._write(piece)
+        if message.num_left == 0:
+            traffic.num_messages += 1
+            traffic.blob_bytes += message.encoded.num_blob_bytes
+            self._messages[message.encoded.priority].remove(message)
+        self._shrink(message.encoded.priority, num_bytes)
+        if message.num_left == 0:
+            message.on_written()
+
+    def _start(self, message: OutboundMessage) -> bytes:
+        message.call_id = message.on_start()
+        self._windows[message.start_type is FrameType.REQUEST] -= message.window_bytes
+        start = Start(message.encoded.kind, message.encoded.num_bytes, message.deadline_ms)
+        return pack_start(message.start_type, message.call_id, start)
+
+    def _shrink(self, priority: Priority, num_bytes: int) -> None:
+        self._queued_bytes[priority] -= num_bytes
+        self._wake(priority)
+
+    def _wake(self, priority: Priority) -> None:
+        """Let the first waiter go if there is room; the next one only when it has gone."""
+        waiters = self._waiters[priority]
+        while waiters and (self._closed or self._queued_bytes[priority] < self._limit_bytes):
+            if self._is_woken[priority] and not self._closed:
+                return
+            waiter = waiters.popleft()
+            if not waiter.done():
+                self._is_woken[priority] = True
+                waiter.set_result(None)

@@ -1,0 +1,63 @@
+"""Simulated peers that run out of work and ask others of their stage (the rule: `route/work_stealing.py`)."""
+
+from __future__ import annotations
+
+import random
+
+from swarmtrain.route.router import SHARING_POLICIES
+from swarmtrain.route.work_stealing import StealPolicy, gives, is_held_up, is_line_bound
+from swarmtrain.sim.directory import stage_bytes
+from swarmtrain.sim.peer import SimPeer
+from swarmtrain.sim.pipeline import Pipeline
+from swarmtrain.sim.world import World
+
+
+class Sharing:
+    """Listens to the processors; what is given away goes back to its caller, which sends it to the one that asked."""
+
+    def __init__(self, world: World, pipeline: Pipeline) -> None:
+        scenario = world.scenario
+        self._world = world
+        self._pipeline = pipeline
+        self._costs = scenario.costs
+        self._bytes_out = [stage_bytes(scenario, stage)[1] for stage in range(scenario.num_stages)]
+        self._rng = random.Random(f"sharing {scenario.seed}")
+        self._num_asked = scenario.num_asked
+        self._policies: dict[int, StealPolicy[SimPeer]] = {}
+        if self._num_asked and scenario.routing in SHARING_POLICIES:
+            pipeline.processors.on_running_out = self._runs_out
+
+    def _runs_out(self, peer: SimPeer) -> None:
+        now = self._world.engine.now
+        backlog_bytes = (peer.up_free - now) * peer.up_rate
+        if peer.state != "serving" or is_held_up(backlog_bytes, self._world.scenario.boundary_bytes):
+            return
+        if is_line_bound(self._bytes_out[peer.stage] / peer.up_rate, self._costs[peer.stage] / peer.speed):
+            return
+        policy = self._policies.get(peer.number)
+        if policy is None:
+            policy = self._policies[peer.number] = StealPolicy(self._rng, self._num_asked)
+        round_trip_s = 2.0 * (2.0 * peer.latency_s + self._world.scenario.backbone_latency_s)
+        asked_after_s = 0.5 * round_trip_s
+        # What each of them has to give is looked at now, and not when its turn comes: jobs last much longer than that.
+        for other in policy.whom_to_ask(self._world.directory.serving[peer.stage], now):
+            if self._gives(other, peer) and self._pipeline.give_away(other, peer, asked_after_s):
+                policy.gave(other)
+                return
+            asked_after_s += round_trip_s
+        if asked_after_s > round_trip_s:
+            policy.nobody_gave()
+
+    def _gives(self, giver: SimPeer, peer: SimPeer) -> bool:
+        incoming = giver.incoming
+        if incoming and incoming[0][0] <= self._world.engine.now:
+            self._pipeline.processors.receive(giver)
+        if not giver.num_spare or giver is peer or giver.state != "serving" or giver.stage != peer.stage:
+            return False
+        cost = self._costs[peer.stage]
+        return gives(
+            waiting_s=giver.queue_s(cost),
+            load_s=giver.load_s(cost),
+            asker_load_s=peer.load_s(cost),
+            asker_service_s=cost / peer.speed,
+        )

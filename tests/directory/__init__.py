@@ -1,0 +1,1 @@
+"""Proofs of the directory: records, lookups, and what a hostile node can do to them."""
