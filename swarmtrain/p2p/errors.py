@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.wire.frames import RefusalPayload
 
 
 class NetError(SwarmtrainError):
@@ -85,16 +86,42 @@ class MalformedAnswer(NetError):
 
 
 class CallRefused(NetError):
-    """The peer answered with a typed refusal. `code` is one of its refusal codes; BUSY may carry a time to wait."""
+    """The peer answered with a typed refusal.
+
+    `code` is one of its refusal codes. BUSY may carry a time to wait, a redirect carries the peer to ask instead.
+    """
 
     error_id = "ST-CALL-REFUSED"
     exit_code = ExitCode.REFUSED
 
-    def __init__(self, code: str, text: str = "", *, retry_after_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        code: str,
+        text: str = "",
+        *,
+        retry_after_s: float = 0.0,
+        redirect_to: str = "",
+        stage: int | None = None,
+    ) -> None:
         super().__init__(f"refused ({code}): {text}" if text else f"refused ({code})")
-        self.code = code
-        self.text = text
-        self.retry_after_s = retry_after_s
+        self.code, self.text, self.retry_after_s = code, text, retry_after_s
+        self.redirect_to, self.stage = redirect_to, stage
+
+    @classmethod
+    def of(cls, payload: RefusalPayload) -> CallRefused:
+        """The error of a refusal that came over the wire."""
+        return cls(
+            payload.code,
+            payload.text,
+            retry_after_s=payload.retry_after_s,
+            redirect_to=payload.redirect_to,
+            stage=payload.stage,
+        )
+
+    @property
+    def payload(self) -> RefusalPayload:
+        """The refusal as it came."""
+        return RefusalPayload(self.code, self.text, self.retry_after_s, self.redirect_to, self.stage)
 
 
 class RefusalCode(StrEnum):
@@ -108,10 +135,26 @@ class RefusalCode(StrEnum):
 
 
 class Refusal(Exception):
-    """Raised by a handler to answer its call with a typed refusal."""
+    """Raised by a handler to answer its call with a typed refusal.
 
-    def __init__(self, code: str, text: str = "", retry_after_s: float = 0.0) -> None:
-        super().__init__(f"{code}: {text}")
-        self.code = str(code)
-        self.text = text
-        self.retry_after_s = retry_after_s
+    `redirect_to` names a peer that takes the call instead; `stage` the stage that could not do its part.
+    """
+
+    def __init__(
+        self, code: str, text: str = "", retry_after_s: float = 0.0, *, redirect_to: str = "", stage: int | None = None
+    ) -> None:
+        super().__init__(f"{code}: {text}" if text else str(code))
+        self.code, self.text, self.retry_after_s = str(code), text, retry_after_s
+        self.redirect_to, self.stage = redirect_to, stage
+
+    @classmethod
+    def of(cls, payload: RefusalPayload) -> Refusal:
+        """To answer with what another peer has answered."""
+        return cls(
+            payload.code, payload.text, payload.retry_after_s, redirect_to=payload.redirect_to, stage=payload.stage
+        )
+
+    @property
+    def payload(self) -> RefusalPayload:
+        """What is sent."""
+        return RefusalPayload(self.code, self.text, self.retry_after_s, self.redirect_to, self.stage)

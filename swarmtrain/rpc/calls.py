@@ -169,7 +169,7 @@ class Caller:
             # The refusal overtook the request: its rest is not sent, and that ends it at the other end.
             self._core.queue.drop(call.request)
             self._core.queue.send_control(pack_frame(FrameType.CANCEL, call_id))
-        _fail(call, CallRefused(payload.code, payload.text, retry_after_s=payload.retry_after_s))
+        _fail(call, CallRefused.of(payload))
 
     def request_of(self, call_id: int) -> OutboundMessage | None:
         """The request of a call, for credit; None if the call has ended."""

@@ -301,7 +301,7 @@ class Link:
         if self.error is None:
             self._callee.is_closing = True
             # Its call id is the last one that was begun here: later ones may safely be made elsewhere.
-            frame = pack_refusal(FrameType.GOODBYE, self._callee.last_call_id, RefusalPayload(code, text, 0.0))
+            frame = pack_refusal(FrameType.GOODBYE, self._callee.last_call_id, RefusalPayload(code, text))
             self._core.queue.send_control(frame)
             self._core.queue.flush_control()
 

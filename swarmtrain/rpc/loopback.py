@@ -83,7 +83,7 @@ async def _run(
         asyncio.get_running_loop().call_soon(_settle, answer, result)
         return
     except Refusal as refusal:
-        error = CallRefused(refusal.code, refusal.text, retry_after_s=refusal.retry_after_s)
+        error = CallRefused.of(refusal.payload)
     except asyncio.CancelledError:
         _settle(answer, CallRefused(RefusalCode.CLOSING, "the peer is shutting down"))
         raise

@@ -35,7 +35,7 @@ class FakeNode:
         try:
             return await self._group[peer_id].take(part, self.peer_id)
         except Refusal as refusal:
-            raise CallRefused(refusal.code, refusal.text) from refusal
+            raise CallRefused.of(refusal.payload) from refusal
 
 
 def roster(num_peers: int, workers: set[int]) -> Prepare:
