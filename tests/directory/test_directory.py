@@ -26,7 +26,7 @@ from swarmtrain.p2p.errors import PeerUnreachable
 from swarmtrain.p2p.host_errors import HostDownError, NotConfirmedError, RecordError
 from swarmtrain.p2p.identity import Identity, RunKey
 
-from ..p2p.host_helpers import hosts, run, until
+from p2p.host_helpers import hosts, run, until
 from .memory_hosts import MemoryHost, MemoryNetwork
 
 FIND = "/swarmtrain/directory/1/run/find"

@@ -8,7 +8,7 @@ import pytest
 
 from swarmtrain.directory.swarm_time import SwarmClock, agreed_shift
 
-from ..rpc.helpers import run
+from rpc.helpers import run
 from .test_directory import QUICK, crowd, join
 
 
