@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
+from swarmtrain.units import MIB
 from swarmtrain.wire.schema import AllowNonFinite, Blob, MaxLength, Message, Priority, Range, Registry, message
-
-MIB = 1 << 20
 
 RunId = Annotated[str, MaxLength(64)]
 PeerId = Annotated[str, MaxLength(128)]
