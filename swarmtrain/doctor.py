@@ -30,6 +30,7 @@ from swarmtrain.p2p.p2pd import bundled_p2pd
 from swarmtrain.peer.coordinator_link import directory_rules
 from swarmtrain.peer.options import choose_device
 from swarmtrain.run.invite import Invite
+from swarmtrain.units import show_gb
 
 ENOUGH_MEMORY_BYTES = 1 << 30  # interpreter, torch, network daemon, and a small stage
 ENOUGH_DISK_BYTES = 256 << 20  # identity, logs and events of a peer
@@ -111,7 +112,7 @@ def device(gpu: int | None) -> Finding:
     if chosen == "cpu":
         return Finding("device", Verdict.GOOD, f"CPU with {cores} cores, torch {torch.__version__}")
     free, total = torch.cuda.mem_get_info(chosen)
-    what = f"{torch.cuda.get_device_name(chosen)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+    what = f"{torch.cuda.get_device_name(chosen)}, {show_gb(free)} of {show_gb(total)} free"
     return Finding("device", Verdict.GOOD, f"{what}, torch {torch.__version__}")
 
 
@@ -119,10 +120,10 @@ def memory(available_bytes: int | None = None) -> Finding:
     """What is free now."""
     known = psutil.virtual_memory()
     available = known.available if available_bytes is None else available_bytes
-    detail = f"{available / 1e9:.1f} of {known.total / 1e9:.1f} GB free"
+    detail = f"{show_gb(available)} of {show_gb(known.total)} free"
     if available >= ENOUGH_MEMORY_BYTES:
         return Finding("memory", Verdict.GOOD, detail)
-    fix = f"free some: a daemon takes {ENOUGH_MEMORY_BYTES / 1e9:.1f} GB with the smallest stage"
+    fix = f"free some: a daemon takes {show_gb(ENOUGH_MEMORY_BYTES)} with the smallest stage"
     return Finding("memory", Verdict.BAD, detail, fix, ExitCode.HARDWARE)
 
 
@@ -136,12 +137,10 @@ def disk(state_dir: Path) -> Finding:
     except OSError as error:
         fix = "make room, check owner and mode, or choose another --state-dir"
         return Finding("disk", Verdict.BAD, f"cannot write to {state_dir}: {error.strerror}", fix, ExitCode.STORAGE)
-    detail = f"{free / 1e9:.1f} GB free in {state_dir}"
+    detail = f"{show_gb(free)} free in {state_dir}"
     if free >= ENOUGH_DISK_BYTES:
         return Finding("disk", Verdict.GOOD, detail)
-    return Finding(
-        "disk", Verdict.ODD, detail, f"make room: logs and events take up to {ENOUGH_DISK_BYTES / 1e9:.1f} GB"
-    )
+    return Finding("disk", Verdict.ODD, detail, f"make room: logs and events take up to {show_gb(ENOUGH_DISK_BYTES)}")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Numbers as people write them: sizes, rates, durations, and the bounds within which a number makes sense.
+"""Sizes, rates, durations and counts as people write them: parsed, checked and printed here and nowhere else.
 
-Whatever is not such a number, or is one that no machine has (negative, infinite, not a number), is a `UsageError` that
-says how to write it.
+Parsing raises `UsageError`, with a fix that shows the notation, for text that is not such a number and for values that
+no machine has (negative, infinite, NaN, beyond the bounds below).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from swarmtrain.errors import UsageError
 
+MIB = 1 << 20
+MBIT = 1e6 / 8  # bytes
 MAX_BYTES = 1 << 60  # no machine has more
 MAX_RATE = 1e12  # bytes per second that a cap may name; what is announced must fit a message
 MAX_DURATION_S = 366 * 86400.0
@@ -23,11 +25,12 @@ _RATE = re.compile(r"(?P<number>\d{1,30}(\.\d{1,30})?)\s*(?P<unit>[a-z]+?)(ps|/s
 _SIZES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _BINARY_SIZES = {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
 _BITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
+_PREFIXES = ("", "k", "M", "G", "T", "P")
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `8GB`, `500MB`, `2GiB`, or plain bytes; may be 0."""
+    """Bytes of `8GB`, `500MB`, `2GiB`, or plain bytes; 0 is allowed."""
     fix = "write it as 8GB, 500MB or 2GiB"
     num_bytes = _amount(text, _AMOUNT, {**_SIZES, **_BINARY_SIZES}, "a size", fix)
     if num_bytes > MAX_BYTES:
@@ -56,6 +59,37 @@ def parse_duration(text: str) -> float:
     if not 0.0 < seconds <= MAX_DURATION_S:
         raise UsageError(f"{text[:40]!r} is not a time above zero and below a year", fix=fix)
     return seconds
+
+
+def show_count(count: float) -> str:
+    """`125M`, `2.05k`, `17`: three digits and a decimal prefix, without a space before a unit such as tokens/s."""
+    return "".join(_scaled(count))
+
+
+def show_size(num_bytes: float) -> str:
+    """`412 MB`, `1.5 GB`: three digits, decimal prefixes."""
+    number, prefix = _scaled(num_bytes)
+    return f"{number} {prefix}B"
+
+
+def show_rate(bytes_per_s: float) -> str:
+    """`20 Mbit/s`: lines are sold and capped in bits."""
+    number, prefix = _scaled(8.0 * bytes_per_s)
+    return f"{number} {prefix}bit/s"
+
+
+def show_gb(num_bytes: float) -> str:
+    """`3.2 GB`: always in gigabytes, for two sizes of one machine that are read beside each other."""
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+def _scaled(number: float) -> tuple[str, str]:
+    """Three digits and the prefix; 999.6 is 1k already."""
+    for prefix in _PREFIXES[:-1]:
+        if abs(number) < 999.5:
+            return f"{number:.3g}", prefix
+        number /= 1000.0
+    return f"{number:,.3g}" if number < 999.5 else f"{number:,.0f}", _PREFIXES[-1]
 
 
 def check_between(what: str, value: float, low: float, high: float) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli.programs import call
-from net.host_helpers import LOOPBACK, run
+from p2p.host_helpers import LOOPBACK, run
 
 from swarmtrain.doctor import Finding, Patient, Verdict, clock, device, disk, examine, exit_code, memory
 from swarmtrain.errors import ExitCode

@@ -7,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmtrain.errors import UsageError
-from swarmtrain.units import MAX_BYTES, MAX_DURATION_S, MAX_RATE, check_between, parse_duration, parse_rate, parse_size
+from swarmtrain.units import (
+    MAX_BYTES,
+    MAX_DURATION_S,
+    MAX_RATE,
+    check_between,
+    parse_duration,
+    parse_rate,
+    parse_size,
+    show_count,
+    show_gb,
+    show_rate,
+    show_size,
+)
 
 NONSENSE = ("", " ", "some", "nan", "inf", "-inf", "infGB", "nanGB", "-3GB", "-5s", "+inf", "0x10", "1e", "5 parsecs")
 
@@ -85,3 +97,33 @@ def test_bounds_keep_out_everything_else(value: float) -> None:
     else:
         with pytest.raises(UsageError, match=r"--threads is .*; it must be from 1 to 8"):
             check_between("--threads", value, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.6, "1 kB"),
+        (412e6, "412 MB"),
+        (1.5e9, "1.5 GB"),
+        (999_700_000, "1 GB"),
+        (7e15, "7 PB"),
+        (12_345e15, "12,345 PB"),
+    ],
+)
+def test_sizes_are_shown_with_three_digits_and_a_unit(num_bytes: float, text: str) -> None:
+    assert show_size(num_bytes) == text
+
+
+def test_counts_rates_and_memory_are_shown_as_people_write_them() -> None:
+    assert [show_count(count) for count in (17, 2048, 125e6, 8.03e9)] == ["17", "2.05k", "125M", "8.03G"]
+    assert [show_rate(rate) for rate in (3750.0, 2.5e6, 1.25e10)] == ["30 kbit/s", "20 Mbit/s", "100 Gbit/s"]
+    assert (show_gb(3.21e9), show_gb(1e6)) == ("3.2 GB", "0.0 GB")
+
+
+@given(st.floats(1.0, 999e12))
+def test_what_is_shown_can_be_parsed_again_to_three_digits(value: float) -> None:
+    assert parse_size(show_size(value)) == pytest.approx(value, rel=0.006, abs=1.0)
+    if value <= MAX_RATE:
+        assert parse_rate(show_rate(value)) == pytest.approx(value, rel=0.006)

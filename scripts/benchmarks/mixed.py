@@ -37,6 +37,7 @@ from swarmtrain.run.presets import preset
 from swarmtrain.sim.bound import Machine, StageKind, throughput_bound
 from swarmtrain.sim.run import simulate
 from swarmtrain.sim.scenario import PeerSpec, Scenario
+from swarmtrain.units import MBIT
 
 SHAPE = (
     "model.hidden_size=64",
@@ -53,7 +54,6 @@ SHAPE = (
 )
 NUM_STAGES = 3
 BOUNDARY_BYTES = 4 * 256 * 64 * 4  # sequences, tokens, numbers, bytes
-MEBIT = 1e6 / 8.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Peer:
 
     @property
     def machine(self) -> Machine:
-        rate = (self.mbit or self.relay_mbit or 1e4) * MEBIT
+        rate = (self.mbit or self.relay_mbit or 1e4) * MBIT
         return Machine(1.0 / self.service_s, rate, rate)
 
 
@@ -142,7 +142,7 @@ class Swarm:
         if peer.mbit:
             arguments += ["--max-up", f"{peer.mbit:g}mbit", "--max-down", f"{peer.mbit:g}mbit"]
         if peer.relay_mbit:
-            self.relays[number] = Relay(port, 0.0, peer.relay_mbit * MEBIT)
+            self.relays[number] = Relay(port, 0.0, peer.relay_mbit * MBIT)
             arguments += ["--announce", f"{LOOPBACK}/{await self.relays[number].start()}"]
         daemon = await Daemon.start(*arguments, "--enable-test-faults", SWARMTRAIN_PACE=peer.pace)
         self._daemons.append(daemon)
@@ -246,7 +246,7 @@ async def fall(microbatches: int) -> tuple[float, float, str]:
     manifest = mixed_manifest(microbatches, 5)
     slow = Peer(1, 0.30, relay_mbit=FALLING[1].relay_mbit / 10)
     after = (FALLING[0], slow, *FALLING[2:])
-    fair = min(1 / 0.30, slow.relay_mbit * MEBIT / (2 * BOUNDARY_BYTES)) / bound(after)
+    fair = min(1 / 0.30, slow.relay_mbit * MBIT / (2 * BOUNDARY_BYTES)) / bound(after)
     with tempfile.TemporaryDirectory(prefix="st-") as text:
         place = Path(text)
         swarm = Swarm(place, FALLING, manifest, "finish-time")

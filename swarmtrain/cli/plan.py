@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmtrain.cli.options import JsonOption, ManifestArgument, SetOption, manifest_from, print_json
+from swarmtrain.units import show_size
 
 if TYPE_CHECKING:
     from swarmtrain.sim.plan import Forecast, StageForecast
@@ -56,7 +57,7 @@ def as_text(result: Forecast) -> str:
     if result.empty_stages:
         need = max(result.stages[stage].memory_bytes for stage in result.empty_stages)
         which = _ranges(result.empty_stages)
-        lines.append(f"  no peers for stage {which}: no machine is left that has the memory, up to {_size(need)}")
+        lines.append(f"  no peers for stage {which}: no machine is left that has the memory, up to {show_size(need)}")
     else:
         lines += [
             "",
@@ -70,7 +71,7 @@ def as_text(result: Forecast) -> str:
         name = str(group[0].stage) if len(group) == 1 else f"{group[0].stage}-{group[-1].stage}"
         lines.append(f"{name:>11}{_row(group[0])}")
     up, down = result.coordinator_up_bytes_per_day, result.coordinator_down_bytes_per_day
-    lines.append(f"{'coordinator':>11}{'':>35}{_size(up):>11}{_size(down):>11}")
+    lines.append(f"{'coordinator':>11}{'':>35}{show_size(up):>11}{show_size(down):>11}")
     lines.append("\nrate: microbatches per second; busy: what the weakest stage lets it use; bytes: of one peer")
     return "\n".join(lines)
 
@@ -87,8 +88,8 @@ def _equal_in_a_row(stages: Sequence[StageForecast]) -> list[list[StageForecast]
 
 def _row(stage: StageForecast) -> str:
     return (
-        f"{stage.num_peers:>7}{stage.capacity:>10.3g}{stage.busy:>7.0%}{_size(stage.memory_bytes):>11}"
-        f"{_size(stage.up_bytes_per_day):>11}{_size(stage.down_bytes_per_day):>11}"
+        f"{stage.num_peers:>7}{stage.capacity:>10.3g}{stage.busy:>7.0%}{show_size(stage.memory_bytes):>11}"
+        f"{show_size(stage.up_bytes_per_day):>11}{show_size(stage.down_bytes_per_day):>11}"
     )
 
 
@@ -101,11 +102,3 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if num_bytes < 1000.0:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000.0
-    return f"{num_bytes:,.0f} PB"

@@ -6,6 +6,7 @@ import psutil
 import torch
 
 from swarmtrain.errors import HardwareError
+from swarmtrain.units import show_gb
 
 
 def free_bytes(device: torch.device | str = "cpu") -> int:
@@ -26,6 +27,6 @@ def check_memory(needed_bytes: int, what: str) -> None:
 def does_not_fit(needed_bytes: int, what: str, available_bytes: int) -> HardwareError:
     """The error that says what is needed and what there is."""
     return HardwareError(
-        f"{what} needs about {needed_bytes / 1e9:.1f} GB of memory, there are {available_bytes / 1e9:.1f} GB",
+        f"{what} needs about {show_gb(needed_bytes)} of memory, there are {show_gb(available_bytes)}",
         fix="free memory, take a larger machine, or a smaller model (`swarmtrain plan` says what each stage needs)",
     )

@@ -43,6 +43,7 @@ from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.rpc.limiter import RateLimiter
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
+from swarmtrain.units import show_size
 from swarmtrain.wire.messages import (
     MESSAGES,
     Acknowledged,
@@ -183,7 +184,7 @@ class PeerDaemon:
             self._say_phase("stage", f"{found.stage}: {found.reason}")
         options = self.options
         fit = check_fit(manifest, options)
-        self._say_phase("fit", f"{fit.needed_bytes / 1e6:.0f} MB of {fit.available_bytes / 1e6:.0f} MB")
+        self._say_phase("fit", f"{show_size(fit.needed_bytes)} of {show_size(fit.available_bytes)}")
         context = await build_context(
             stack,
             options,

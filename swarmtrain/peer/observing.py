@@ -19,6 +19,7 @@ from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import CONTACT_S, PeerContext
 from swarmtrain.peer.steps import Steps
 from swarmtrain.rpc.limiter import RateLimiter
+from swarmtrain.units import show_rate, show_size
 from swarmtrain.wire.messages import Verdict
 
 WATCH_S = 0.25
@@ -182,9 +183,9 @@ class PeerObserver:
     def _capped_by(self) -> str:
         context = self._context
         if self._limiter.up.num_waiting:
-            return f"the upload cap of {8 * (self._limiter.max_up_bytes_per_s or 0.0):,.0f} bit/s holds messages back"
+            return f"the upload cap of {show_rate(self._limiter.max_up_bytes_per_s or 0.0)} holds messages back"
         if context.ledger.num_bytes() > context.max_ledger_bytes:
-            return f"the ledger is full: {context.max_ledger_bytes / 1e6:,.0f} MB"
+            return f"the ledger is full: {show_size(context.max_ledger_bytes)}"
         return ""
 
     def _note_ratios(self) -> None:

@@ -15,6 +15,7 @@ from swarmtrain.model.sizes import activation_bytes, stage_memory
 from swarmtrain.observe.faults import Faults
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
+from swarmtrain.units import show_gb
 
 _SHARE_BYTES_PER_PARAMETER = 12  # a reduction's copy of the sum (fp64) and its result (fp32)
 _PROCESS_BYTES = 400 << 20  # interpreter, torch and the network daemon
@@ -87,7 +88,7 @@ def check_fit(manifest: Manifest, options: PeerOptions) -> Fit:
     needed = fixed + 2 * activations
     if needed > available:
         raise HardwareError(
-            f"stage {options.stage} needs about {needed / 1e9:.1f} GB, there are {available / 1e9:.1f} GB",
+            f"stage {options.stage} needs about {show_gb(needed)}, there are {show_gb(available)}",
             fix="choose a smaller stage, free memory, or raise --max-memory",
         )
     return Fit(needed, available, max(activations, (available - fixed) // 4))

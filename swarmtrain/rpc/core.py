@@ -13,10 +13,9 @@ from swarmtrain.rpc.inbound import InboundMessage, InboundMessages
 from swarmtrain.rpc.limiter import RateLimiter
 from swarmtrain.rpc.meter import LinkMeter
 from swarmtrain.rpc.outbound import OutboundQueue
+from swarmtrain.units import MIB
 from swarmtrain.wire.frames import FrameType, RefusalPayload, pack_pair, pack_refusal
 from swarmtrain.wire.schema import Registry
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

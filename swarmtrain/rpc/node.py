@@ -12,7 +12,7 @@ from swarmtrain.p2p.host_errors import HostDownError
 from swarmtrain.p2p.transport import ByteStream, Transport
 from swarmtrain.rpc.budget import Budget
 from swarmtrain.rpc.calls import OnProgress
-from swarmtrain.rpc.core import MIB, HandlerTasks, LinkOptions, Shared
+from swarmtrain.rpc.core import HandlerTasks, LinkOptions, Shared
 from swarmtrain.rpc.counters import Traffic
 from swarmtrain.rpc.exchange import Handler
 from swarmtrain.rpc.limiter import RateLimiter
@@ -21,6 +21,7 @@ from swarmtrain.rpc.link_table import LinkRecord, LinkSnapshot, LinkTable
 from swarmtrain.rpc.loopback import call_locally
 from swarmtrain.rpc.meter import LinkEstimate
 from swarmtrain.rpc.rejection import Rejection
+from swarmtrain.units import MIB
 from swarmtrain.wire.schema import Message, Registry
 
 MOVING_S = 86400.0  # the deadline of a call that lasts while it moves

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.errors import UsageError
-from swarmtrain.sim.scenario import MEBIT, ChurnEvent, PeerSpec
+from swarmtrain.sim.scenario import ChurnEvent, PeerSpec
+from swarmtrain.units import MBIT
 
 MAX_PROFILE_BYTES = 1 << 16
 MAX_MACHINES = 1_000_000
@@ -47,8 +48,8 @@ class PeerProfile:
         """This machine in a pipeline whose stages of cost 1 take `stage_tflop` per microbatch."""
         return PeerSpec(
             speed=self.tflops / stage_tflop,
-            up_bytes_per_s=self.up_mbit * MEBIT,
-            down_bytes_per_s=self.down_mbit * MEBIT,
+            up_bytes_per_s=self.up_mbit * MBIT,
+            down_bytes_per_s=self.down_mbit * MBIT,
             latency_s=self.latency_ms / 1000.0,
             relayed=self.relayed,
             weight=weight,

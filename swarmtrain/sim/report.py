@@ -11,6 +11,7 @@ from typing import Any
 from swarmtrain.errors import MissingExtraError, StorageError
 from swarmtrain.sim.meters import CAUSES
 from swarmtrain.sim.run import Result, Sample
+from swarmtrain.units import show_size
 
 
 def as_dict(result: Result) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def as_text(result: Result) -> str:
         f"time of machines  useful {result.shares()['useful']:.1%}, wasted {result.shares()['wasted']:.1%}, idle: "
         + ", ".join(f"{cause} {share:.1%}" for cause, share in idle.items()),
         f"one microbatch    {result.mean_delay_s:.1f} s, of which {result.mean_queue_s:.1f} s in queues;"
-        f" {result.bytes_per_microbatch / 1e6:.2f} MB on the wire",
+        f" {show_size(result.bytes_per_microbatch)} on the wire",
     ]
     if result.num_steps:
         lines.append(f"optimizer steps   {result.num_steps}")

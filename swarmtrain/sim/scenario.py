@@ -9,12 +9,12 @@ from swarmtrain.errors import UsageError
 from swarmtrain.route.rebalance import RebalanceOptions
 from swarmtrain.route.router import POLICIES
 from swarmtrain.route.work_stealing import NUM_ASKED
+from swarmtrain.units import MBIT
 
 REBALANCE_RULES = ("none", "queue", "capacity")
 CHURN_KINDS = ("none", "exponential", "trace")
 PLACEMENTS = ("even", "random")
 JOB_ORDERS = ("backward-first", "oldest-first", "fifo")
-MEBIT = 1e6 / 8.0
 _EVER_S, _MANY, _HUGE_BYTES = 1e10, 10**9, 1e15  # beyond them nothing changes but the arithmetic, which fails
 _RANGES: dict[str, tuple[float, float]] = {
     "seed": (-(2**63), 2**63),
@@ -50,8 +50,8 @@ class PeerSpec:
     """One machine. `speed`: microbatches per second, forward and backward, in a stage of cost 1."""
 
     speed: float = 0.2
-    up_bytes_per_s: float = 100 * MEBIT
-    down_bytes_per_s: float = 100 * MEBIT
+    up_bytes_per_s: float = 100 * MBIT
+    down_bytes_per_s: float = 100 * MBIT
     latency_s: float = 0.02  # from the machine to the backbone
     relayed: bool = False
     stage: int | None = None  # pinned, if given

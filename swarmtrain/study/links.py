@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LINKS = {"20mbit": 20e6 / 8, "80mbit": 80e6 / 8, "500mbit": 500e6 / 8, "100gbit": 100e9 / 8}  # bytes per second
+from swarmtrain.units import parse_rate
+
+LINKS = {name: parse_rate(name) for name in ("20mbit", "80mbit", "500mbit", "100gbit")}  # bytes per second
 
 
 @dataclass(frozen=True)

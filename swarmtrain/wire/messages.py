@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
+from swarmtrain.units import MIB
 from swarmtrain.wire.schema import AllowNonFinite, Blob, MaxLength, Message, Priority, Range, Registry, message
 
-MIB = 1 << 20
 MAX_EMPTY_STAGES = 16  # named in a verdict; work does not get past the first of them anyway
 
 RunId = Annotated[str, MaxLength(64)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from net.helpers import until
+from rpc.helpers import until
 
 from swarmtrain.chain.dispatch import MAX_TAKEN, REST_S, Dispatcher, _Watch
 from swarmtrain.chain.neighbours import router_options

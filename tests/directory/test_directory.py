@@ -16,6 +16,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from p2p.host_helpers import hosts, run, until
 
 from swarmtrain.directory.dht import place_of_peer, place_of_topic
 from swarmtrain.directory.dht_messages import Ping, Store, Stored
@@ -26,7 +27,6 @@ from swarmtrain.p2p.errors import PeerUnreachable
 from swarmtrain.p2p.host_errors import HostDownError, NotConfirmedError, RecordError
 from swarmtrain.p2p.identity import Identity, RunKey
 
-from ..p2p.host_helpers import hosts, run, until
 from .memory_hosts import MemoryHost, MemoryNetwork
 
 FIND = "/swarmtrain/directory/1/run/find"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
+from rpc.helpers import run
 
 from swarmtrain.directory.swarm_time import SwarmClock, agreed_shift
 
-from ..rpc.helpers import run
 from .test_directory import QUICK, crowd, join
 
 

@@ -7,7 +7,7 @@ import time
 from typing import Any, cast
 
 import pytest
-from net.memory_hosts import MemoryNetwork
+from directory.memory_hosts import MemoryNetwork
 
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.directory.directory import Directory, DirectoryOptions

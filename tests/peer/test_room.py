@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from net.helpers import until
+from rpc.helpers import until
 
 from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer import microbatch as microbatch_module

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from net.helpers import until
+from rpc.helpers import until
 
 from swarmtrain.p2p.errors import LinkClosed, Refusal
 from swarmtrain.peer.compute import ComputeThread, Kind

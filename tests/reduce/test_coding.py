@@ -27,7 +27,7 @@ from swarmtrain.reduce.selective import PROBE_AFTER, StageCompression
 from swarmtrain.reduce.shares import EXACT, BadShare, CodedShares
 from swarmtrain.wire.messages import Prepare, RosterEntry
 
-from .test_reduction import FakeNode, bounded
+from .test_all_reduce import FakeNode, bounded
 
 CODECS = ("bf16", "int8", "topk64", "powersgd2")
 NUM_PEERS = 3

@@ -70,7 +70,7 @@ def test_capped(simulated: Make) -> None:
     capped = swarm.start_peer("capped", 0, max_up_bytes_per_s=30e3 / 8)
     swarm.start_peer("last", 1)
     wait_serving(swarm, capped)
-    idle_for(swarm, capped, Cause.CAPPED, "the upload cap of 30,000 bit/s holds messages back")
+    idle_for(swarm, capped, Cause.CAPPED, "the upload cap of 30 kbit/s holds messages back")
 
 
 def test_next_stage_empty_and_a_killed_peer_is_seen_at_once(simulated: Make) -> None:

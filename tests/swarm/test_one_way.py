@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from net.netns import Lab, lab, why_not
+from p2p.netns import Lab, lab, why_not
 
 from .comparison import References, assert_equals_reference
 from .faults import hold, last_step, release, three_stages
