@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from swarmtrain.chain.neighbours import PeerRecord, stage_topic
+from swarmtrain.chain.neighbours import stage_reports
 from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.p2p.network import NetworkHost
@@ -43,13 +43,12 @@ class Acquaintance:
         found: dict[str, tuple[str, ...]] = {}
         for stage in self._stages:
             try:
-                records = await self._directory.lookup(stage_topic(stage))
+                reports = await stage_reports(self._directory, stage)
             except SwarmtrainError as error:
                 log.debug("cannot read the directory: %s", error)
                 continue
-            for peer_id, record in records.items():
-                parsed = PeerRecord.from_value(record.value)
-                if parsed is not None and peer_id != self._host.peer_id:
-                    self._host.learn(parsed.addresses, of=peer_id)
-                    found[peer_id] = parsed.addresses
+            for peer_id, report in reports.items():
+                if peer_id != self._host.peer_id:
+                    self._host.learn(report.addresses, of=peer_id)
+                    found[peer_id] = report.addresses
         return found

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from swarmtrain.chain.neighbours import RECORD_LIFE_S, PeerRecord, stage_topic
+from swarmtrain.chain.neighbours import RECORD_LIFE_S, stage_topic
 from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.peer.assignment import Assignment
-from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.coordinator_link import CoordinatorLink
 from swarmtrain.peer.options import PeerOptions
+from swarmtrain.peer.report import peer_report
 from swarmtrain.waiting import wait_event
-from swarmtrain.wire.messages import STALLED
+from swarmtrain.wire.peer_report import STALLED
+from swarmtrain.wire.records import pack_record
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Announcing:
         while True:
             assignment.announce_now.clear()
             try:
-                await self._directory.announce(self._topic, self._record().as_value(), RECORD_LIFE_S)
+                await self._directory.announce(self._topic, self._record(), RECORD_LIFE_S)
             except SwarmtrainError as error:
                 log.info("cannot announce this peer: %s", error)
             await wait_event(assignment.announce_now, min(ANNOUNCE_S, self._link.rules.look_s))
@@ -54,26 +55,10 @@ class Announcing:
         if not moves:
             return
         with contextlib.suppress(SwarmtrainError):
-            await self._directory.announce(self._topic, self._record().as_value(), GONE_LIFE_S)
+            await self._directory.announce(self._topic, self._record(), GONE_LIFE_S)
         self._directory.withdraw(self._topic)
 
-    def _record(self) -> PeerRecord:
-        assignment, context, options = self._assignment, self._assignment.context, self._options
-        times = context.compute.times
-        return PeerRecord(
-            state=STALLED if context.device.hangs else context.state.value,
-            step=context.step,
-            incarnation=context.incarnation,
-            forward_ms=1000 * times.typical_s(Kind.FORWARD),
-            backward_ms=1000 * times.typical_s(Kind.BACKWARD),
-            queue_ms=1000 * context.compute.backlog_s(),
-            up_bytes_per_s=options.max_up_bytes_per_s,
-            relayed=options.behind_nat,
-            addresses=self._host.addresses()[:4],
-            pinned=not options.may_move,
-            assignment=assignment.number,
-            served_s=assignment.served_s,
-            download_s=assignment.download_s,
-            down_bytes_per_s=options.max_down_bytes_per_s,
-            state_term=context.state_term,
-        )
+    def _record(self) -> bytes:
+        context = self._assignment.context
+        state = STALLED if context.device.hangs else context.state.value
+        return pack_record(peer_report(self._assignment, self._options, state, addresses=self._host.addresses()))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from swarmtrain.chain.claim import Claim
+from swarmtrain.chain.claim import Claim, CoordinatorRecord
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, RunRefused, checked_offer
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.directory.directory import Directory, TopicRule
@@ -18,6 +18,7 @@ from swarmtrain.rpc.node import Node
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, FetchRun, RunOffer, SeekStage, StageFound
+from swarmtrain.wire.records import parse_record
 from swarmtrain.wire.schema import Message
 
 log = logging.getLogger(__name__)
@@ -104,18 +105,16 @@ class CoordinatorLink:
         except SwarmtrainError as error:
             log.debug("cannot read the directory: %s", error)
             return False
-        claims = [claim for peer_id, record in records.items() if (claim := Claim.read(peer_id, record.value))]
+        found = {peer_id: parse_record(CoordinatorRecord, record.value) for peer_id, record in records.items()}
+        claims = {record.claim(peer_id): record for peer_id, record in found.items() if record is not None}
         if claims and (best := max(claims)).term >= self.term:
-            self._follow(best, records[best.peer_id].value)
+            self._follow(best, claims[best])
         return bool(claims)
 
-    def _follow(self, claim: Claim, value: Any) -> None:
+    def _follow(self, claim: Claim, record: CoordinatorRecord) -> None:
         self.term, self.peer_id = claim.term, claim.peer_id
-        self.rules = MoveRules.from_value(value.get("m")) or self.rules
-        self.is_over = value.get("over") is True
-        addresses = value.get("a")
-        if isinstance(addresses, list):
-            self._host.learn([text for text in addresses[:16] if isinstance(text, str)], of=claim.peer_id)
+        self.rules, self.is_over = record.rules, record.is_over
+        self._host.learn(record.addresses, of=claim.peer_id)
 
     async def fetch_run(self, timeout_s: float) -> Manifest:
         """The run's manifest, checked against the invite."""

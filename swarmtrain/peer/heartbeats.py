@@ -7,19 +7,19 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from swarmtrain import __version__
 from swarmtrain.p2p.errors import CallRefused, NetError
 from swarmtrain.peer.assignment import Assignment
-from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerState
 from swarmtrain.peer.coordinator_link import CoordinatorLink
 from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import PeerOptions
+from swarmtrain.peer.report import peer_report
 from swarmtrain.peer.steps import Steps
 from swarmtrain.peer.syncing import Syncing
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.waiting import wait_event
-from swarmtrain.wire.messages import STALLED, Acknowledged, Code, Directive, Heartbeat, Leave, Resync, Verdict
+from swarmtrain.wire.messages import Acknowledged, Code, Directive, Heartbeat, Leave, Resync, Verdict
+from swarmtrain.wire.peer_report import STALLED
 
 log = logging.getLogger(__name__)
 
@@ -106,18 +106,18 @@ class HeartbeatLoop:
         self._context.become(PeerState.GONE)
         if self._link.peer_id is not None:
             with contextlib.suppress(NetError):
-                await self._context.node.call(self._link.peer_id, self._sign_of_life(), deadline_s=2.0)
+                await self._context.node.call(self._link.peer_id, self._heartbeat(), deadline_s=2.0)
 
     async def _show_life(self, coordinator: str) -> None:
-        assignment, context, sign = self._assignment, self._context, self._sign_of_life()
-        answer = await context.node.call(coordinator, sign, deadline_s=10.0, expect=Verdict)
+        assignment, context, heartbeat = self._assignment, self._context, self._heartbeat()
+        answer = await context.node.call(coordinator, heartbeat, deadline_s=10.0, expect=Verdict)
         assignment.deserted.clear()
         await context.enter_term(answer.term)
         context.verdict = answer
-        now = self._sign_of_life()
+        said, now = heartbeat.report, self._heartbeat().report
         # An answer about a past state does not count. Whatever changed the state asks again; a step that was applied
         # meanwhile does not, or peers whose steps are shorter than their way to the coordinator would never pause.
-        if (sign.state, sign.step, sign.incarnation) == (now.state, now.step, now.incarnation):
+        if (said.state, said.step, said.incarnation) == (now.state, now.step, now.incarnation):
             await self._obey(answer)
 
     async def _obey(self, answer: Verdict) -> None:
@@ -172,25 +172,15 @@ class HeartbeatLoop:
         is_stopping = self._stopping is not None and not self._stopping.done()
         return self._context.device.hangs or is_stopping
 
-    def _sign_of_life(self) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         context, options = self._context, self._options
-        times, applied = context.compute.times, self._steps.last_applied
+        applied = self._steps.last_applied
+        state = STALLED if self._is_stalled and context.state in _ACTIVE else context.state.value
+        digest = applied.state_digest if applied is not None else ""
         return Heartbeat(
             run=context.run_id,
-            stage=context.stage,
-            state=STALLED if self._is_stalled and context.state in _ACTIVE else context.state.value,
-            incarnation=context.incarnation,
-            step=context.step,
-            state_digest=applied.state_digest if applied is not None else "",
-            forward_ms=1000 * times.typical_s(Kind.FORWARD),
-            backward_ms=1000 * times.typical_s(Kind.BACKWARD),
-            queue_ms=1000 * context.compute.backlog_s(),
-            up_bytes_per_s=options.max_up_bytes_per_s,
+            report=peer_report(self._assignment, options, state, state_digest=digest),
             name=options.name[:64],
-            version=__version__,
             metrics=self.metrics_at,
             spent=self._observer.spent(),
-            assignment=self._assignment.version,
-            down_bytes_per_s=options.max_down_bytes_per_s,
-            state_term=context.state_term,
         )

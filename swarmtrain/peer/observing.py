@@ -21,6 +21,7 @@ from swarmtrain.peer.steps import Steps
 from swarmtrain.rpc.limiter import RateLimiter
 from swarmtrain.units import show_rate, show_size
 from swarmtrain.wire.messages import Verdict
+from swarmtrain.wire.peer_report import SERVING
 
 WATCH_S = 0.25
 SETTLE_S = 2.0  # short gaps belong to every pipeline: these causes are told when they have held for so long
@@ -212,4 +213,4 @@ def _by_wait(critical: Counter[bool | None]) -> dict[str, int]:
 def _num_serving(context: PeerContext) -> int:
     if context.dispatcher is None:
         return 0
-    return sum(record.state == "serving" for record in context.dispatcher.neighbours.records.values())
+    return sum(report.state == SERVING for report in context.dispatcher.neighbours.reports.values())
