@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from swarmtrain.coordinator.admission import Answer, StageBook, Standing, StateOffer, judge
@@ -61,7 +59,7 @@ def test_the_state_before_a_decision_is_of_no_use_without_the_sum_that_was_decid
     book = StageBook("d5", checkpoint=StateOffer(5, "d5", ("coordinator",)))
     newcomer = changed(SIGN, step=step, state=state)
     assert told(newcomer, step=step, book=book, decided=step).directive is Directive.WAIT
-    assert told(replace(newcomer, step=9), step=step, book=book, decided=step).directive is Directive.WAIT
+    assert told(changed(newcomer, step=9), step=step, book=book, decided=step).directive is Directive.WAIT
     assert told(newcomer, step=step, book=book, decided=step, prepared=True).directive is Directive.SERVE
     assert told(newcomer, step=step, book=book, decided=step - 1).directive is Directive.SERVE
 

@@ -65,7 +65,7 @@ class Newcomer:
     async def call(self, peer_id: str, request: Any, deadline_s: float, *, expect: type[Any]) -> Any:
         if expect is Verdict:
             assert self.answer is not None
-            self.signs.append((request.state, request.step))
+            self.signs.append((request.report.state, request.report.step))
             if self.on_sign is not None:
                 await self.on_sign()
             return self.answer
