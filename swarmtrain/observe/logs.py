@@ -21,6 +21,17 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
+class LogFormatter(logging.Formatter):
+    """Of a daemon's log: messages are printable, tracebacks keep their lines."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return printable(super().formatMessage(record))
+
+
 def json_lines(stream: TextIO) -> Sink:
     """A sink that writes one JSON object per line."""
 
