@@ -43,13 +43,15 @@ def console(stream: TextIO, width: int | None = None) -> Console:
 
 
 def say(line: str, *, indent: str = "") -> None:
-    """A line on stdout. A terminal gets it folded between words, further lines begin with `indent`."""
+    """A line on stdout. A terminal gets it folded between words; further lines begin with `indent`.
+
+    A line with a word that is longer than the window, such as an invite, stays whole: it is there to be copied.
+    """
     line = printable(line)
     if sys.stdout.isatty():
         width = console(sys.stdout).width
-        line = textwrap.fill(
-            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, tabsize=1
-        )
+        if max(map(len, line.split()), default=0) <= width - len(indent):
+            line = textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
     print(line, flush=True)
 
 
