@@ -12,11 +12,11 @@ from typing import Protocol
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.split import MicrobatchTimes
-from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.device import DeviceWatch
 from swarmtrain.peer.jobs import StageJobs
 from swarmtrain.peer.ledger import Ledger
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, Hop, Verdict

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 from swarmtrain import __version__
-from swarmtrain.p2p.errors import CallRefused, NetError
+from swarmtrain.p2p.errors import NetError
 from swarmtrain.peer.assignment import Assignment
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerState
@@ -17,6 +17,7 @@ from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.peer.steps import Steps
 from swarmtrain.peer.syncing import Syncing
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.waiting import wait_event
 from swarmtrain.wire.messages import STALLED, Acknowledged, Code, Directive, Heartbeat, Leave, Resync, Verdict

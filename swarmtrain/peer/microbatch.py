@@ -19,13 +19,13 @@ from swarmtrain.codec.policy import SendEstimate, is_critical
 from swarmtrain.errors import DivergedError
 from swarmtrain.observe.faults import Action, Point, damaged
 from swarmtrain.observe.split import Part
-from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.codecs import BadTensor, WrongPartner
 from swarmtrain.peer.compute import Kind, Withdrawn
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.jobs import Outcome, StaleWork
 from swarmtrain.peer.ledger import Entry, Raw
 from swarmtrain.peer.work_stealing import Thief, Victim
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.messages import Code, Done, Hop, Progress, Replay, Work
 

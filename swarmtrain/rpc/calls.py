@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, ProtocolViolation, Violation
 from swarmtrain.rpc.core import LinkCore
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, ProtocolViolation, Violation
 from swarmtrain.rpc.inbound import InboundMessage
 from swarmtrain.rpc.outgoing import OutboundMessage
 from swarmtrain.wire.errors import WireError

@@ -7,8 +7,8 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from swarmtrain.p2p.errors import ProtocolViolation, Refusal, RefusalCode, Violation
 from swarmtrain.rpc.core import LinkCore
+from swarmtrain.rpc.errors import ProtocolViolation, Refusal, RefusalCode, Violation
 from swarmtrain.rpc.inbound import InboundMessage
 from swarmtrain.rpc.outgoing import OutboundMessage
 from swarmtrain.wire.errors import WireError

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import TypeVar, overload
 
 from swarmtrain import __version__
-from swarmtrain.p2p.errors import LinkClosed, MalformedAnswer, PeerSilent, ProtocolViolation, Violation
-from swarmtrain.p2p.transport import ByteStream
+from swarmtrain.p2p.network import ByteStream
 from swarmtrain.rpc.budget import Budget
 from swarmtrain.rpc.calls import Caller, OnProgress
 from swarmtrain.rpc.core import LinkCore, LinkOptions, Shared
 from swarmtrain.rpc.counters import Traffic
+from swarmtrain.rpc.errors import LinkClosed, MalformedAnswer, PeerSilent, ProtocolViolation, Violation
 from swarmtrain.rpc.exchange import Callee, Handler
 from swarmtrain.rpc.frame_router import FrameRouter
 from swarmtrain.rpc.inbound import InboundMessages

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, Refusal, RefusalCode
 from swarmtrain.rpc.calls import OnProgress
 from swarmtrain.rpc.core import HandlerTasks
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, Refusal, RefusalCode
 from swarmtrain.rpc.exchange import Exchange, Handler
 from swarmtrain.wire.schema import Message, Priority, Registry, encode
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from swarmtrain.p2p.transport import ByteStream
+from swarmtrain.p2p.network import ByteStream
 from swarmtrain.wire.frames import FrameType, RefusalPayload, pack_refusal
 
 _PATIENCE_S = 2.0

@@ -36,10 +36,10 @@ from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.observe.events import Event, Events, RunEnded, RunRolledBack, StepApplied
 from swarmtrain.observe.faults import Action, Faults, Point
-from swarmtrain.p2p.errors import LinkClosed
 from swarmtrain.peer.daemon import PeerDaemon
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.reference import make_sampler, open_run_source
+from swarmtrain.rpc.errors import LinkClosed
 from swarmtrain.run.invite import Invite, parse_invite
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.simulated.loop import VirtualLoop

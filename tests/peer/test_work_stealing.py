@@ -13,13 +13,13 @@ from typing import Any, cast
 import pytest
 from rpc.helpers import until
 
-from swarmtrain.p2p.errors import LinkClosed, Refusal
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.peer.microbatch import Microbatches
 from swarmtrain.peer.work_stealing import Thief
 from swarmtrain.route.work_stealing import NUM_ASKED
+from swarmtrain.rpc.errors import LinkClosed, Refusal
 from swarmtrain.rpc.meter import LinkEstimate
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, Done, Hop, StealReply, StealRequest, Work

@@ -8,8 +8,8 @@ import logging
 import pytest
 import uvloop
 
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, Refusal, RefusalCode
 from swarmtrain.rpc.core import LinkOptions, Shared
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, Refusal, RefusalCode
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.errors import TooLong, WireError
 from swarmtrain.wire.frames import RefusalPayload
