@@ -17,8 +17,12 @@ from typing import Any
 
 import msgpack
 
+from swarmtrain.errors import ExitCode
 from swarmtrain.p2p.addresses import key_of_peer_id, peer_id_from_bytes, peer_id_to_bytes
-from swarmtrain.p2p.host_errors import AddressError, RecordError
+from swarmtrain.p2p.errors import (
+    AddressError,
+    HostError,
+)
 from swarmtrain.p2p.identity import SIGNATURE_BYTES, Identity, verify
 
 FORMAT_VERSION = 1
@@ -33,6 +37,13 @@ _REMEMBERED_VERDICTS = 8192
 
 Value = bytes | dict[str, Any]
 Signer = Callable[[bytes], bytes]
+
+
+class RecordError(HostError):
+    """A directory record that may not be announced: too large, too long-lived, or not packable."""
+
+    error_id = "ST-RECORD"
+    exit_code = ExitCode.INTERNAL
 
 
 class Flaw(StrEnum):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from pathlib import Path
 from typing import TextIO
 
-from swarmtrain.observe.events import Event, Sink
+from swarmtrain.observe.events import Event, Sink, clock_time
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +38,6 @@ def json_lines(stream: TextIO) -> Sink:
         print(json.dumps(event.as_dict()), file=stream, flush=True)
 
     return write
-
-
-def clock_time(at: float) -> str:
-    """Seconds since the epoch as a clock on the wall here shows them."""
-    return time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def log_lines(stream: TextIO = sys.stderr) -> Sink:

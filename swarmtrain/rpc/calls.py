@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, ProtocolViolation, Violation
 from swarmtrain.rpc.core import LinkCore
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, ProtocolViolation, Violation
 from swarmtrain.rpc.inbound import InboundMessage
 from swarmtrain.rpc.outgoing import OutboundMessage
 from swarmtrain.wire.errors import WireError
@@ -169,7 +169,7 @@ class Caller:
             # The refusal overtook the request: its rest is not sent, and that ends it at the other end.
             self._core.queue.drop(call.request)
             self._core.queue.send_control(pack_frame(FrameType.CANCEL, call_id))
-        _fail(call, CallRefused(payload.code, payload.text, retry_after_s=payload.retry_after_s))
+        _fail(call, CallRefused.of(payload))
 
     def request_of(self, call_id: int) -> OutboundMessage | None:
         """The request of a call, for credit; None if the call has ended."""

@@ -101,11 +101,10 @@ class LinkCore:
     clock: Callable[[], float]
     call_ended: Callable[[], None]  # wakes a graceful close
 
-    def refuse(self, call_id: int, code: str, text: str = "", retry_after_s: float = 0.0) -> None:
+    def refuse(self, call_id: int, refusal: RefusalPayload) -> None:
         """Answer a call with a refusal."""
-        payload = RefusalPayload(str(code), text, retry_after_s)
-        self.traffic.refusals_sent[str(code)] += 1
-        self.queue.send_control(pack_refusal(FrameType.REFUSAL, call_id, payload))
+        self.traffic.refusals_sent[str(refusal.code)] += 1
+        self.queue.send_control(pack_refusal(FrameType.REFUSAL, call_id, refusal))
 
     def count_received(self, message: InboundMessage, num_blob_bytes: int) -> None:
         """Count a complete message, and tell its sender how fast it came."""

@@ -7,12 +7,12 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from swarmtrain.p2p.errors import ProtocolViolation, Refusal, RefusalCode, Violation
 from swarmtrain.rpc.core import LinkCore
+from swarmtrain.rpc.errors import ProtocolViolation, Refusal, RefusalCode, Violation
 from swarmtrain.rpc.inbound import InboundMessage
 from swarmtrain.rpc.outgoing import OutboundMessage
 from swarmtrain.wire.errors import WireError
-from swarmtrain.wire.frames import FrameType, Start
+from swarmtrain.wire.frames import FrameType, RefusalPayload, Start
 from swarmtrain.wire.schema import EncodedMessage, Message, Priority, encode
 
 _log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class Callee:
         self._calls[call_id] = call
         if refusal is not None:
             call.close()
-            self._core.refuse(call_id, refusal, retry_after_s=self._core.options.busy_retry_s)
+            self._core.refuse(call_id, RefusalPayload(refusal, retry_after_s=self._core.options.busy_retry_s))
 
     def _claim_place(self, call: IncomingCall) -> RefusalCode | None:
         if self.is_closing:
@@ -183,7 +183,7 @@ class Callee:
             self._core.count_received(message, 0)
             self._core.traffic.num_malformed += 1
             self._core.inbound.release(message)
-            self._core.refuse(call.call_id, RefusalCode.MALFORMED, f"{error.error_id}: {error}")
+            self._core.refuse(call.call_id, RefusalPayload(RefusalCode.MALFORMED, f"{error.error_id}: {error}"))
             self._end(call)
             return
         self._core.count_received(message, num_blob_bytes)
@@ -197,20 +197,20 @@ class Callee:
             del request
             await call.send_answer(answer)
         except Refusal as refusal:
-            self._refuse(call, refusal.code, refusal.text, refusal.retry_after_s)
+            self._refuse(call, refusal.payload)
         except asyncio.CancelledError:
-            self._refuse(call, RefusalCode.CLOSING, "the peer is shutting down")
+            self._refuse(call, RefusalPayload(RefusalCode.CLOSING, "the peer is shutting down"))
             raise
         except Exception as error:
             _log.exception("handler of a call from %s failed", call.peer_id)
-            self._refuse(call, RefusalCode.INTERNAL, f"{type(error).__name__}")
+            self._refuse(call, RefusalPayload(RefusalCode.INTERNAL, type(error).__name__))
         finally:
             self._end(call)
 
-    def _refuse(self, call: IncomingCall, code: str, text: str, retry_after_s: float = 0.0) -> None:
+    def _refuse(self, call: IncomingCall, refusal: RefusalPayload) -> None:
         if not call.closed:
             call.close()
-            self._core.refuse(call.call_id, code, text, retry_after_s)
+            self._core.refuse(call.call_id, refusal)
 
     def cancelled(self, call_id: int) -> None:
         """The caller wants no answer. A cancel that crossed the answer is no surprise and is ignored."""
@@ -219,7 +219,7 @@ class Callee:
             if call_id > self.last_call_id:
                 raise ProtocolViolation(Violation.UNKNOWN_CALL, f"cancel of call {call_id}, which was never opened")
             return
-        self._refuse(call, RefusalCode.CANCELLED, "")
+        self._refuse(call, RefusalPayload(RefusalCode.CANCELLED))
         call.cancelled.set()
         call.caller_gone.set()
         if call.inbound is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from swarmtrain.p2p.errors import ProtocolViolation, Violation
 from swarmtrain.rpc.calls import Caller
 from swarmtrain.rpc.core import LinkCore
+from swarmtrain.rpc.errors import ProtocolViolation, Violation
 from swarmtrain.rpc.exchange import Callee
 from swarmtrain.rpc.keepalive import KeepAlive
 from swarmtrain.wire.frames import (

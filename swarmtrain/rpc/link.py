@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import TypeVar, overload
 
 from swarmtrain import __version__
-from swarmtrain.p2p.errors import LinkClosed, MalformedAnswer, PeerSilent, ProtocolViolation, Violation
-from swarmtrain.p2p.transport import ByteStream
+from swarmtrain.p2p.network import ByteStream
 from swarmtrain.rpc.budget import Budget
 from swarmtrain.rpc.calls import Caller, OnProgress
 from swarmtrain.rpc.core import LinkCore, LinkOptions, Shared
 from swarmtrain.rpc.counters import Traffic
+from swarmtrain.rpc.errors import LinkClosed, MalformedAnswer, PeerSilent, ProtocolViolation, Violation
 from swarmtrain.rpc.exchange import Callee, Handler
 from swarmtrain.rpc.frame_router import FrameRouter
 from swarmtrain.rpc.inbound import InboundMessages
@@ -301,7 +301,7 @@ class Link:
         if self.error is None:
             self._callee.is_closing = True
             # Its call id is the last one that was begun here: later ones may safely be made elsewhere.
-            frame = pack_refusal(FrameType.GOODBYE, self._callee.last_call_id, RefusalPayload(code, text, 0.0))
+            frame = pack_refusal(FrameType.GOODBYE, self._callee.last_call_id, RefusalPayload(code, text))
             self._core.queue.send_control(frame)
             self._core.queue.flush_control()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, Refusal, RefusalCode
 from swarmtrain.rpc.calls import OnProgress
 from swarmtrain.rpc.core import HandlerTasks
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, Refusal, RefusalCode
 from swarmtrain.rpc.exchange import Exchange, Handler
 from swarmtrain.wire.schema import Message, Priority, Registry, encode
 
@@ -83,7 +83,7 @@ async def _run(
         asyncio.get_running_loop().call_soon(_settle, answer, result)
         return
     except Refusal as refusal:
-        error = CallRefused(refusal.code, refusal.text, retry_after_s=refusal.retry_after_s)
+        error = CallRefused.of(refusal.payload)
     except asyncio.CancelledError:
         _settle(answer, CallRefused(RefusalCode.CLOSING, "the peer is shutting down"))
         raise

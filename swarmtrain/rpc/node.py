@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar, overload
 
-from swarmtrain.p2p.errors import CallTimeout, LinkClosed, MalformedAnswer, NetError, PeerUnreachable, RefusalCode
-from swarmtrain.p2p.host_errors import HostDownError
-from swarmtrain.p2p.transport import ByteStream, Transport
+from swarmtrain.p2p.errors import HostDownError, NetError, PeerUnreachable
+from swarmtrain.p2p.network import ByteStream, Transport
 from swarmtrain.rpc.budget import Budget
 from swarmtrain.rpc.calls import OnProgress
 from swarmtrain.rpc.core import HandlerTasks, LinkOptions, Shared
 from swarmtrain.rpc.counters import Traffic
+from swarmtrain.rpc.errors import CallTimeout, LinkClosed, MalformedAnswer, RefusalCode
 from swarmtrain.rpc.exchange import Handler
 from swarmtrain.rpc.limiter import RateLimiter
 from swarmtrain.rpc.link import Link

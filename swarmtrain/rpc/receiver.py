@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from typing import Protocol
 
-from swarmtrain.p2p.errors import ProtocolViolation, Violation
+from swarmtrain.rpc.errors import ProtocolViolation, Violation
 from swarmtrain.wire.checksum import crc32
 from swarmtrain.wire.errors import BadFrame, WrongVersion
 from swarmtrain.wire.frames import HEADER_BYTES, BadMagic, FrameHeader, FrameType, parse_header

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from swarmtrain.p2p.transport import ByteStream
+from swarmtrain.p2p.network import ByteStream
 from swarmtrain.wire.frames import FrameType, RefusalPayload, pack_refusal
 
 _PATIENCE_S = 2.0
@@ -18,7 +18,7 @@ class Rejection:
         self._scratch = memoryview(bytearray(4096))
         self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, stream.abort)
         stream.start(self)
-        stream.write(pack_refusal(FrameType.GOODBYE, 0, RefusalPayload(code, text, 0.0)))
+        stream.write(pack_refusal(FrameType.GOODBYE, 0, RefusalPayload(code, text)))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """See `StreamReceiver`."""

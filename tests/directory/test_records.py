@@ -17,12 +17,12 @@ from swarmtrain.directory.records import (
     Flaw,
     FlawedRecord,
     RecordChecker,
+    RecordError,
     TopicRule,
     dht_key,
     make_record,
     topic_of,
 )
-from swarmtrain.p2p.host_errors import RecordError
 from swarmtrain.p2p.identity import Identity, RunKey
 
 NOW = 1_000_000.0

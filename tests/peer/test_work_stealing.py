@@ -13,13 +13,13 @@ from typing import Any, cast
 import pytest
 from rpc.helpers import until
 
-from swarmtrain.p2p.errors import LinkClosed, Refusal
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.peer.microbatch import Microbatches
 from swarmtrain.peer.work_stealing import Thief
 from swarmtrain.route.work_stealing import NUM_ASKED
+from swarmtrain.rpc.errors import LinkClosed, Refusal
 from swarmtrain.rpc.meter import LinkEstimate
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, Done, Hop, StealReply, StealRequest, Work
@@ -336,7 +336,7 @@ def test_what_would_be_done_last_goes_to_the_one_that_asks_and_the_rest_is_done(
         assert await busy.asked()
         with pytest.raises(Refusal) as caught:
             await tasks[0]
-        assert (caught.value.code, caught.value.text) == (Code.REDIRECTED, OTHERS[0])
+        assert (caught.value.code, caught.value.redirect_to) == (Code.REDIRECTED, OTHERS[0])
         assert {entry.microbatch for entry in busy.context.ledger} == {0, 1}
         busy.go.set()
         assert [len((await task).route) for task in tasks[1:]] == [1, 1]
@@ -369,7 +369,7 @@ def test_what_two_have_sent_goes_if_one_of_them_still_waits(manifest: Manifest) 
         for task in tasks[1:]:
             with pytest.raises(Refusal) as caught:
                 await task
-            assert (caught.value.code, caught.value.text) == (Code.REDIRECTED, OTHERS[0])
+            assert (caught.value.code, caught.value.redirect_to) == (Code.REDIRECTED, OTHERS[0])
         busy.go.set()
         await tasks[0]
         assert busy.context.ledger.accumulated() == {0}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from patience import PATIENCE
 
-from swarmtrain.p2p.transport import ByteStream
+from swarmtrain.p2p.network import ByteStream
 from swarmtrain.rpc.core import LinkOptions, Shared
 from swarmtrain.rpc.exchange import Exchange, Handler
 from swarmtrain.rpc.link import Link

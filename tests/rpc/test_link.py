@@ -8,10 +8,11 @@ import logging
 import pytest
 import uvloop
 
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, Refusal, RefusalCode
 from swarmtrain.rpc.core import LinkOptions, Shared
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, Refusal, RefusalCode
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.errors import TooLong, WireError
+from swarmtrain.wire.frames import RefusalPayload
 from swarmtrain.wire.schema import Message
 
 from .helpers import MIB, Ask, Reply, State, Tensor, close_both, echo, make_links, next_turn, pattern, run, until
@@ -155,15 +156,15 @@ def test_an_error_in_the_progress_callback_is_the_callers_and_cancels_the_call()
     run(main())
 
 
-def test_a_refusal_arrives_with_its_code_text_and_time() -> None:
+def test_a_refusal_arrives_with_all_its_facts() -> None:
     async def handler(request: Message, exchange: Exchange) -> Message:
-        raise Refusal("wrong-step", "at step 7", retry_after_s=1.5)
+        raise Refusal("wrong-step", "at step 7", retry_after_s=1.5, redirect_to="another peer", stage=0)
 
     async def main() -> None:
         left, right = make_links(right_handler=handler)
         with pytest.raises(CallRefused, match="wrong-step") as caught:
             await left.call(Ask(1), deadline_s=10)
-        assert (caught.value.code, caught.value.text, caught.value.retry_after_s) == ("wrong-step", "at step 7", 1.5)
+        assert caught.value.payload == RefusalPayload("wrong-step", "at step 7", 1.5, "another peer", 0)
         assert left.is_open
         assert right.is_open
         await close_both(left, right)

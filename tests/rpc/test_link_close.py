@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from swarmtrain.p2p.errors import CallRefused, LinkClosed, RefusalCode
 from swarmtrain.rpc.core import Shared
+from swarmtrain.rpc.errors import CallRefused, LinkClosed, RefusalCode
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.schema import Message
 

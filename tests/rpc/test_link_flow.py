@@ -9,10 +9,10 @@ import tracemalloc
 
 import pytest
 
-from swarmtrain.p2p.errors import CallTimeout, ProtocolViolation, Violation
 from swarmtrain.rpc.budget import Budget, Reservation
 from swarmtrain.rpc.calls import OutgoingCall
 from swarmtrain.rpc.core import LinkOptions, Shared
+from swarmtrain.rpc.errors import CallTimeout, ProtocolViolation, Violation
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.rpc.inbound import InboundMessage
 from swarmtrain.rpc.limiter import RateLimiter

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, Refusal
 from swarmtrain.rpc.budget import Budget
 from swarmtrain.rpc.core import LinkOptions, Shared
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, Refusal
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.rpc.link import Link
 from swarmtrain.wire.frames import LINK_WINDOW_BYTES

@@ -8,18 +8,10 @@ import os
 
 import pytest
 
-from swarmtrain.p2p.errors import (
-    CallRefused,
-    CallTimeout,
-    LinkClosed,
-    MalformedAnswer,
-    PeerUnreachable,
-    Refusal,
-    RefusalCode,
-)
-from swarmtrain.p2p.host_errors import HostDownError
-from swarmtrain.p2p.transport import ByteStream
+from swarmtrain.p2p.errors import HostDownError, PeerUnreachable
+from swarmtrain.p2p.network import ByteStream
 from swarmtrain.rpc.core import LinkOptions
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, Refusal, RefusalCode
 from swarmtrain.rpc.exchange import Exchange, Handler
 from swarmtrain.rpc.node import Node, NodeOptions
 from swarmtrain.wire.errors import TooLong
