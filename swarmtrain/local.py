@@ -246,7 +246,7 @@ class LocalSwarm:
             if self.options.kill_coordinator and self._rng.random() < 0.3:
                 await self.replace_coordinator()
                 continue
-            candidates = spare_of(await self.serving_peers())
+            candidates = replaceable(await self.serving_peers())
             if candidates:
                 victim = self._rng.choice(candidates)
                 self._on_event({"event": "killed", "from": "local", "victim": victim.name, "stage": victim.stage})
@@ -293,7 +293,7 @@ class LocalSwarm:
                 await self.kill(child)
 
 
-def spare_of(peers: Sequence[Child]) -> list[Child]:
+def replaceable(peers: Sequence[Child]) -> list[Child]:
     """Those whose stage has another one among these."""
     return [peer for peer in peers if sum(other.stage == peer.stage for other in peers) > 1]
 

@@ -28,7 +28,7 @@ import torch
 from swarmtrain.audit import audit
 from swarmtrain.checkpoint import Checkpoint, latest, same_tensors
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.local import Child, LocalOptions, LocalSwarm, spare_of
+from swarmtrain.local import Child, LocalOptions, LocalSwarm, replaceable
 from swarmtrain.observe.control import ControlError, ask
 from swarmtrain.reference import ReferenceTrainer
 from swarmtrain.run.manifest import Manifest
@@ -63,7 +63,7 @@ class SoakFailed(SwarmtrainError):
     error_id = "ST-SOAK"
 
 
-class Tormentor:
+class FaultInjector:
     """Hurts one swarm until the run is over. What it does follows from the seed; when, from how fast the swarm is."""
 
     def __init__(self, rng: random.Random, pause_s: tuple[float, float]) -> None:
@@ -73,7 +73,7 @@ class Tormentor:
         self._has_begun = False
         self._stopped: set[asyncio.Task[None]] = set()
 
-    async def torment(self, swarm: LocalSwarm) -> None:
+    async def inject(self, swarm: LocalSwarm) -> None:
         """One fault after the other. Runs until it is cancelled."""
         choices: dict[str, tuple[float, Callable[[LocalSwarm], Awaitable[bool]]]] = {
             "kill": (4.0, self._kill),
@@ -121,7 +121,9 @@ class Tormentor:
 
     async def _victim(self, swarm: LocalSwarm) -> Child | None:
         """Somebody whose stage has another peer that serves, as the coordinator sees it."""
-        spare = spare_of([peer for peer in await swarm.serving_peers() if peer.is_serving])  # not stopped, not drained
+        spare = replaceable(
+            [peer for peer in await swarm.serving_peers() if peer.is_serving]
+        )  # not stopped, not drained
         return self._rng.choice(spare) if spare else None
 
     async def _kill(self, swarm: LocalSwarm) -> bool:
@@ -234,21 +236,21 @@ def soak(
         directory = place / f"r{number}"
         started, round_seed = time.monotonic(), rng.random()
         try:
-            tormentor = Tormentor(random.Random(round_seed), pause_s)
-            asyncio.run(_round(manifest, directory, tormentor, round_s))
+            injector = FaultInjector(random.Random(round_seed), pause_s)
+            asyncio.run(_round(manifest, directory, injector, round_s))
             check(directory, expected)
         except (SwarmtrainError, TimeoutError) as error:
             raise SoakFailed(f"seed {seed}, round {number}: {error!r}", fix=f"see {directory}") from error
-        counts += tormentor.counts
-        took, total = time.monotonic() - started, tormentor.counts.total()
-        print(f"round {number}: {total} faults survived in {took:.0f} s {dict(tormentor.counts)}", flush=True)
+        counts += injector.counts
+        took, total = time.monotonic() - started, injector.counts.total()
+        print(f"round {number}: {total} faults survived in {took:.0f} s {dict(injector.counts)}", flush=True)
         shutil.rmtree(directory, ignore_errors=True)
     shutil.rmtree(place, ignore_errors=True)
     print(f"seed {seed}: {number} rounds, {counts.total()} faults survived {dict(counts)}", flush=True)
     return counts
 
 
-async def _round(manifest: Manifest, directory: Path, tormentor: Tormentor, round_s: float) -> None:
+async def _round(manifest: Manifest, directory: Path, injector: FaultInjector, round_s: float) -> None:
     options = LocalOptions(
         manifest=manifest,
         state_dir=directory,
@@ -258,12 +260,12 @@ async def _round(manifest: Manifest, directory: Path, tormentor: Tormentor, roun
     events = directory.with_suffix(".events")
 
     def note(event: dict[str, Any]) -> None:
-        tormentor.note(event)
+        injector.note(event)
         with events.open("a") as file:
             print(event, file=file)
 
     async with asyncio.timeout(round_s):
-        await LocalSwarm(options, note, tormentor.torment).run()
+        await LocalSwarm(options, note, injector.inject).run()
     events.unlink()
 
 
