@@ -18,7 +18,7 @@ from swarmtrain.observe.split import Part
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import CONTACT_S, PeerContext
 from swarmtrain.peer.steps import Steps
-from swarmtrain.rpc.limiter import RateLimiter
+from swarmtrain.rpc.limits import RateLimiter
 from swarmtrain.units import show_rate, show_size
 from swarmtrain.wire.messages import Verdict
 
