@@ -43,7 +43,7 @@ from swarmtrain.peer.step import StepProtocol
 from swarmtrain.peer.work_stealing import Thief, Victim
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.exchange import Exchange
-from swarmtrain.rpc.limiter import RateLimiter
+from swarmtrain.rpc.limits import RateLimiter
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.units import show_size

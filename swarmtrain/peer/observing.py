@@ -21,7 +21,7 @@ from swarmtrain.peer.identity import CONTACT_S, PeerIdentity
 from swarmtrain.peer.stage import Stage
 from swarmtrain.peer.step import StepProtocol
 from swarmtrain.peer.step_clock import StepClock
-from swarmtrain.rpc.limiter import RateLimiter
+from swarmtrain.rpc.limits import RateLimiter
 from swarmtrain.units import show_rate, show_size
 from swarmtrain.wire.messages import Verdict
 
