@@ -175,7 +175,7 @@ class Microbatches:
         try:
             peer.faults.hit(Point.BEFORE_FORWARD)
             if entry.was_stolen:
-                peer.faults.hit(Point.GIVEN_WORK)
+                peer.faults.hit(Point.STOLEN_WORK)
             partner = ""
             if self._dispatcher is not None and stage.codecs.has_sticky_routes:
                 partner = self._dispatcher.partner(len(work.tokens))

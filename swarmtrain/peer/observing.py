@@ -127,7 +127,7 @@ class PeerObserver:
             "step": clock.step,
             "microbatches": peer.counters.microbatches,
             "from_ledger": peer.counters.from_ledger,
-            "joined": peer.counters.joined,
+            "coalesced": peer.counters.joined,
             "evaluated": peer.counters.evaluated,
             "replayed": peer.counters.replayed,
             "refused": peer.counters.refused,
