@@ -295,11 +295,17 @@ class Busy:
         self.go = threading.Event()
         self._manifest, self._above = manifest, jobs_of(manifest, 0)
         self.callers: list[Caller] = []
-        self.occupied = asyncio.create_task(compute.run(Kind.STEP, -1, lambda: self.go.wait(20)))
+        self._is_occupied = threading.Event()
+        self.occupied = asyncio.create_task(compute.run(Kind.STEP, -1, self._occupy))
         compute.times.add(Kind.FORWARD, 2.0)  # so long do forwards take here
+
+    def _occupy(self) -> bool:
+        self._is_occupied.set()
+        return self.go.wait(20)
 
     async def take(self, microbatch: int, *, is_stolen: bool = False) -> asyncio.Task[Done]:
         """Asked for a microbatch; returns when that waits."""
+        await until(self._is_occupied.is_set, "the processor is taken: the job that takes it waits no more")
         ids = tokens(self._manifest, microbatch)
         boundary = self._above.forward(Entry(microbatch, ids, b""), 0).payload
         work = Work("run", 0, 1, 0, microbatch, 0, False, (), ids, boundary, is_stolen=is_stolen)
