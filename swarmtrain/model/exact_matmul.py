@@ -19,7 +19,7 @@ from swarmtrain.model.exact import largest_magnitude
 
 GRID_BITS = 13
 SLICE_BITS = 7
-MAX_INNER = 1 << 18  # terms of a sum: int32 holds 2**19 products of two slices
+MAX_INNER = 1 << 17  # terms of a sum: int32 holds 2**18 of two products of slices each
 
 # Slices are at most 64 in magnitude. Processors without VNNI add two products of eight bits in int16, which saturates
 # for 127 * 255 * 2, and never for 64 * 255 * 2.
@@ -40,7 +40,7 @@ def engine_for(device: torch.device, rows: int) -> Engine:
     """The faster engine for matrices of so many rows: int8 where a library has kernels for it."""
     if device.type == "cuda":
         return Engine.INT8
-    has_kernels = platform.machine().lower() in ("x86_64", "amd64") and torch.backends.mkldnn.is_available()
+    has_kernels = platform.machine().lower() in ("x86_64", "amd64") and torch._C._has_mkldnn
     return Engine.INT8 if has_kernels and rows >= _MIN_ROWS_ON_CPU else Engine.FP64
 
 
@@ -78,16 +78,16 @@ def gram(matrix: Tensor, engine: Engine) -> Tensor:
 
 def _slices(steps: Tensor) -> tuple[Tensor, Tensor]:
     """(high, low) int8 with steps = 128 high + low, both between -64 and 64."""
-    high = steps.mul(1.0 / _SLICE).round_()
-    low = steps.sub(high.mul(_SLICE))
-    return high.to(torch.int8), low.to(torch.int8)
+    rounded = steps.mul(1.0 / _SLICE).round_()
+    high = rounded.to(torch.int8)
+    return high, rounded.mul_(-_SLICE).add_(steps).to(torch.int8)
 
 
 def _multiplied(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right of int8, summed in int32, as fp64."""
+    """left @ right of int8, summed in int32."""
     rows, columns = left.shape[0], right.shape[1]
     found = torch._int_mm(_padded(left, _MIN_ROWS), _padded(right, _PAD))
-    return found[:rows, :columns].to(torch.float64)
+    return found[:rows, :columns]
 
 
 def _padded(matrix: Tensor, min_rows: int) -> Tensor:
@@ -102,5 +102,7 @@ def _padded(matrix: Tensor, min_rows: int) -> Tensor:
 
 
 def _joined(high: Tensor, middle: Tensor, low: Tensor) -> Tensor:
-    """2**14 high + 2**7 middle + low: every sum is a whole number below 2**53."""
-    return high.mul_(_SLICE * _SLICE).add_(middle.mul_(_SLICE)).add_(low)
+    """2**14 high + 2**7 middle + low in fp64: every sum is a whole number below 2**53."""
+    total = high.to(torch.float64).mul_(_SLICE)
+    total.add_(middle.to(torch.float64)).mul_(_SLICE)
+    return total.add_(low.to(torch.float64))

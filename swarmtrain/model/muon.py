@@ -21,7 +21,7 @@ from swarmtrain.errors import DivergedError
 from swarmtrain.model.adamw import Factors, reproject, update_slot
 from swarmtrain.model.buffers import Slot
 from swarmtrain.model.exact import squared_norm
-from swarmtrain.model.exact_matmul import Engine, engine_for, gram, grid_step, in_steps, product
+from swarmtrain.model.exact_matmul import MAX_INNER, Engine, engine_for, gram, grid_step, in_steps, product
 from swarmtrain.model.layout import Role
 from swarmtrain.model.sizes import MUON_BLOCK_ELEMENTS, MUON_MIN_COLUMNS
 from swarmtrain.model.state import StageState
@@ -110,4 +110,5 @@ def _iterate(x: Tensor, engine: Engine) -> None:
 
 def _blocks(x: Tensor) -> list[Tensor]:
     """Views of some columns each: they bound the working space."""
-    return list(x.split(max(MUON_MIN_COLUMNS, MUON_BLOCK_ELEMENTS // x.shape[0]), dim=1))
+    width = min(max(MUON_MIN_COLUMNS, MUON_BLOCK_ELEMENTS // x.shape[0]), MAX_INNER)
+    return list(torch.split(x, width, dim=1))

@@ -11,7 +11,7 @@ from swarmtrain.run.manifest import Manifest
 _FP32, _FP64 = 4, 8
 MUON_BLOCK_ELEMENTS = 1 << 21  # of a matrix that Muon multiplies at once
 MUON_MIN_COLUMNS = 256
-_BYTES_IN_PRODUCTS = 48  # per element: factors and results in fp64, slices in int8, sums in int32
+_BYTES_IN_PRODUCTS = 56  # per element: factors and results in fp64, slices in int8, sums in int32
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,15 @@ def activation_bytes(manifest: Manifest, plan: StagePlan) -> int:
 
 
 def stage_memory(manifest: Manifest, plan: StagePlan) -> int:
-    """Bytes a stage needs beside its activations: state, gradient, exact sums, token table, Muon's working space."""
+    """Bytes a stage needs beside its activations: state, exact sums, token table, a microbatch's gradient.
+
+    When Muon works, no microbatch's gradient is there: the larger of the two counts.
+    """
     accumulator = _FP64 if manifest.batch.accumulate == "exact" else _FP32
-    sums = plan.num_parameters * (_FP32 + accumulator)
+    passing = max(plan.num_parameters * _FP32, muon_working_bytes(plan))
     is_dense = manifest.boundary.kind == "dense"
     table = 0 if is_dense else manifest.model.vocab_size * manifest.model.hidden_size * _FP32
-    return plan.state_elements * _FP32 + sums + table + muon_working_bytes(plan)
+    return plan.state_elements * _FP32 + plan.num_parameters * accumulator + table + passing
 
 
 def muon_working_bytes(plan: StagePlan) -> int:
