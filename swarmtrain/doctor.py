@@ -23,9 +23,9 @@ import torch
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.directory.directory import MAX_CLOCK_OFFSET_S, Directory, DirectoryOptions
 from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.p2p.errors import AddressInUseError, CannotListenError, DialResult, HostError
 from swarmtrain.p2p.host import Host
-from swarmtrain.p2p.host_errors import AddressInUseError, CannotListenError, DialResult, HostError
-from swarmtrain.p2p.host_options import HostOptions
+from swarmtrain.p2p.network import HostOptions
 from swarmtrain.p2p.p2pd import bundled_p2pd
 from swarmtrain.peer.coordinator_link import directory_rules
 from swarmtrain.peer.options import choose_device

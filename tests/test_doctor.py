@@ -13,7 +13,7 @@ from p2p.host_helpers import LOOPBACK, run
 from swarmtrain.doctor import Finding, Patient, Verdict, clock, device, disk, examine, exit_code, memory
 from swarmtrain.errors import ExitCode
 from swarmtrain.p2p.host import Host
-from swarmtrain.p2p.host_options import HostOptions
+from swarmtrain.p2p.network import HostOptions
 from swarmtrain.run.invite import Invite
 
 STRANGER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"

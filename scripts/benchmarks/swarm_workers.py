@@ -29,7 +29,7 @@ async def commands(answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 async def our_node(options: dict[str, Any], handler: Any) -> Any:
     """A host and a node, as every daemon has them."""
     from swarmtrain.p2p.host import Host
-    from swarmtrain.p2p.host_options import HostOptions
+    from swarmtrain.p2p.network import HostOptions
     from swarmtrain.rpc.node import Node
     from swarmtrain.wire.messages import MESSAGES
 
@@ -60,7 +60,7 @@ async def our_hop_server(options: dict[str, Any]) -> None:
 async def our_hop_client(options: dict[str, Any]) -> None:
     """Sends a boundary tensor, waits for its gradient: one forward and backward hop."""
     from swarmtrain.codec import Direction, MessageContext, decode, make_encoder, parse_spec
-    from swarmtrain.p2p.errors import Refusal
+    from swarmtrain.rpc.errors import Refusal
     from swarmtrain.wire.messages import Done, Work
 
     async def refuse(message: Any, exchange: Any) -> Any:
@@ -89,9 +89,9 @@ async def our_hop_client(options: dict[str, Any]) -> None:
 
 async def our_reducer(options: dict[str, Any]) -> None:
     """One of several peers that reduce a gradient; every attempt is a new roster entry of the same peers."""
-    from swarmtrain.p2p.errors import Refusal
     from swarmtrain.reduce.all_reduce import AllReduce
     from swarmtrain.reduce.partition import owned_elements
+    from swarmtrain.rpc.errors import Refusal
     from swarmtrain.wire.messages import Prepare, ReduceShare, RosterEntry
 
     reductions: dict[int, asyncio.Future[AllReduce]] = {}

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from swarmtrain.chain.neighbours import Neighbours
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, NetError, PeerUnreachable, Refusal
-from swarmtrain.p2p.host_errors import HostDownError
+from swarmtrain.p2p.errors import HostDownError, NetError, PeerUnreachable
 from swarmtrain.route.views import Pick
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, Refusal
 from swarmtrain.rpc.node import Node
-from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Work
+from swarmtrain.wire.messages import Code, Done, Hop, Progress, Work
 from swarmtrain.wire.schema import Message
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Dispatcher:
         hints = {hop.stage: hop for hop in work.hints}
         tried: set[str] = set()
         taker, waited_s = "", 0.0  # who takes it instead of the one that was asked; what went by because of queues
-        last = "no peer has been found"
+        last, lacking = "no peer has been found", work.stage
         while (left_s := ends_at - loop.time()) > 0:
             pick = self._pick(work, hints, tried, sticky, taker)
             if pick is None:
@@ -128,9 +128,11 @@ class Dispatcher:
                     sticky.refused = True
                     continue
                 last = f"{pick.peer_id[-8:]}: {refusal}"
+                if refusal.code == Code.NOBODY and refusal.stage is not None:
+                    lacking = refusal.stage
                 is_gift = refusal.code == Code.REDIRECTED and not work.is_stolen
                 if is_gift:
-                    work, taker = replace(work, is_stolen=True), refusal.text
+                    work, taker = replace(work, is_stolen=True), refusal.redirect_to
                 if is_gift or refusal.code == Code.BUSY:
                     waited_s += loop.time() - sent_at
                 else:
@@ -142,7 +144,8 @@ class Dispatcher:
                 tried.add(pick.peer_id)
                 last = f"{pick.peer_id[-8:]}: {error}"
                 log.debug("stage %d: %s", work.stage, last)
-        raise Refusal(Code.NOBODY, f"stage {work.stage} did not do ({work.step}, {work.microbatch}): {last}"[:1000])
+        text = f"stage {work.stage} did not do ({work.step}, {work.microbatch}): {last}"[:1000]
+        raise Refusal(Code.NOBODY, text, stage=lacking)
 
     def _pick(
         self, work: Work, hints: dict[int, Hop], tried: set[str], sticky: Sticky | None, taker: str
@@ -181,7 +184,7 @@ class Dispatcher:
 
         def progress(item: Message) -> None:
             if isinstance(item, Progress):
-                watch.seen(item)
+                watch.seen()
                 router.observed(peer_id, load_s=item.load_s)
                 for hop in item.hops:
                     hints[hop.stage] = hop
@@ -197,7 +200,7 @@ class Dispatcher:
             await check(done)
         except CallRefused as refused:
             self._refused(peer_id, refused)
-            raise Refusal(refused.code, refused.text, refused.retry_after_s) from refused
+            raise Refusal.of(refused.payload) from refused
         except HostDownError:
             self.counters.reroute("own-transport")  # whoever was asked had no part in it
             raise
@@ -262,9 +265,9 @@ class _Watch:
         """Whether the callee has done its forward."""
         return self._is_forwarded.is_set()
 
-    def seen(self, item: Progress) -> None:
-        """A progress message came."""
-        if item.phase is Phase.FORWARDED and not self._is_forwarded.is_set():
+    def seen(self) -> None:
+        """A progress message came: the callee's forward is done."""
+        if not self._is_forwarded.is_set():
             self.forwarded_after_s = self._loop.time() - self._started
             self._is_forwarded.set()
 

@@ -17,7 +17,7 @@ import uvloop
 
 from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.observe.events import Events
-from swarmtrain.observe.logs import EventFile, daemon_log, json_lines
+from swarmtrain.observe.logs import EventFile, LogFormatter, daemon_log, json_lines
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -38,11 +38,9 @@ def run_daemon(
 
     Its events go to stdout as JSON if that was asked for, else to its log; and to a file in its state directory.
     """
-    logging.basicConfig(
-        level=os.environ.get("SWARMTRAIN_LOG", "WARNING").upper(),
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=os.environ.get("SWARMTRAIN_LOG", "WARNING").upper(), handlers=[handler])
     keep_freed_memory()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # where it hangs, for a bug report
     if os.environ.get(DIE_WITH_PARENT):

@@ -11,6 +11,7 @@ import typer
 from swarmtrain.cli.numbers import MAX_GPU, number
 from swarmtrain.cli.options import JsonOption, print_json, state_home
 from swarmtrain.cli.places import find_invite
+from swarmtrain.cli.terminal import say
 from swarmtrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def doctor(
         if as_json:
             print_json(finding.as_dict())
         else:
-            print(_line(finding), flush=True)
+            say_finding(finding)
 
     asyncio.run(examine(patient, tell))
     num_bad = sum(finding.verdict is Verdict.BAD for finding in findings)
@@ -78,6 +79,9 @@ def _known_invite(given: str | None) -> str:
         return ""
 
 
-def _line(finding: Finding) -> str:
-    line = f"{finding.verdict.value:<8}{finding.name:<10} {finding.detail}"
-    return f"{line}\n{'':19}{finding.fix}" if finding.fix else line
+def say_finding(finding: Finding) -> None:
+    """One line, and one for the fix."""
+    indent = " " * 19
+    say(f"{finding.verdict.value:<8}{finding.name:<10} {finding.detail}", indent=indent)
+    if finding.fix:
+        say(f"{indent}{finding.fix}", indent=indent)

@@ -10,13 +10,13 @@ import typer
 from swarmtrain.cli.numbers import MAX_COUNT, number
 from swarmtrain.cli.options import (
     CheckpointArgument,
-    Counter,
     DataOption,
     JsonOption,
     ThreadsOption,
     print_json,
     use_threads,
 )
+from swarmtrain.cli.terminal import ProgressBar, counter
 
 
 class Switch(StrEnum):
@@ -51,9 +51,13 @@ def evaluate(
 
     opened = open_checkpoint(checkpoint)
     source = open_checkpoint_source(opened.manifest, data)
-    with Counter("microbatches") as counter:
+    with ProgressBar() as bar:
         result = run_evaluate(
-            opened, source, num_microbatches=microbatches, use_codec=codec is Switch.on, on_progress=counter
+            opened,
+            source,
+            num_microbatches=microbatches,
+            use_codec=codec is Switch.on,
+            on_progress=counter("microbatches", bar),
         )
     if as_json:
         print_json(result.as_json())

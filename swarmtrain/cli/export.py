@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import CheckpointArgument, Counter, DataOption, JsonOption, print_json
+from swarmtrain.cli.options import CheckpointArgument, DataOption, JsonOption, print_json
+from swarmtrain.cli.terminal import ProgressBar, counter
 
 
 class Dtype(StrEnum):
@@ -40,9 +41,9 @@ def export(
 
     opened = open_checkpoint(checkpoint)
     tokenizer = open_checkpoint_source(opened.manifest, data).open_tokenizer()
-    with Counter("tensors") as counter:
+    with ProgressBar() as bar:
         path = export_checkpoint(
-            opened, tokenizer, out, dtype=dtype.value, ignore_codec=ignore_codec, on_progress=counter
+            opened, tokenizer, out, dtype=dtype.value, ignore_codec=ignore_codec, on_progress=counter("tensors", bar)
         )
     if as_json:
         print_json({"done": True, "checkpoint": str(opened.path), "out": str(path)})

@@ -28,6 +28,7 @@ from swarmtrain.cli import (
 )
 from swarmtrain.cli.data import app as data_app
 from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.observe.logs import printable
 
 app = typer.Typer(
     name="swarmtrain",
@@ -84,4 +85,4 @@ def main() -> None:
 def report(error: SwarmtrainError) -> None:
     """One line: the id, what is wrong, what to do."""
     line = f"{error.error_id}: {error}"
-    print(f"{line} ({error.fix})" if error.fix else line, file=sys.stderr)
+    print(printable(f"{line} ({error.fix})" if error.fix else line), file=sys.stderr)  # may quote another machine

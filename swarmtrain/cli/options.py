@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,29 +91,3 @@ def lock_directory(path: Path) -> int:
     except BlockingIOError as error:
         raise UsageError(f"{path} is in use by another swarmtrain process", fix="choose another directory") from error
     return descriptor
-
-
-class Counter:
-    """`done of total` with an estimate, on stderr of a terminal; nothing elsewhere. Clears its line at the end."""
-
-    def __init__(self, noun: str) -> None:
-        self._noun, self._enabled, self._started = noun, on_terminal(), time.monotonic()
-
-    def __enter__(self) -> Counter:
-        return self
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._enabled:
-            left_s = (time.monotonic() - self._started) / done * (total - done)
-            sys.stderr.write(f"\r\x1b[K{done} of {total} {self._noun}, {left_s:.0f} s left")
-            sys.stderr.flush()
-
-    def __exit__(self, *failure: object) -> None:
-        if self._enabled:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-
-
-def on_terminal() -> bool:
-    """Whether a person is looking at stderr."""
-    return sys.stderr.isatty()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmtrain.cli.numbers import MAX_PEERS, MAX_SEED, number
-from swarmtrain.cli.options import Counter, JsonOption, manifest_from, print_json
+from swarmtrain.cli.options import JsonOption, manifest_from, print_json
+from swarmtrain.cli.terminal import ProgressBar, counter, print_table
 from swarmtrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ def _simulate(scenarios: list[Scenario], *, as_json: bool) -> list[Result]:
         raise UsageError(f"{len(scenarios)} simulations are too many; at most {MAX_RUNS}")
     results: list[Result] = []
     num_minutes, total = 0, sum(int(scenario.minutes) for scenario in scenarios)
-    with Counter("simulated minutes") as count:
+    with ProgressBar() as bar:
+        count = counter("simulated minutes", bar)
 
         def on_minute() -> None:
             nonlocal num_minutes
@@ -148,6 +150,7 @@ def _simulate(scenarios: list[Scenario], *, as_json: bool) -> list[Result]:
                 gc.collect()  # the machines of the one before
             result = simulate(scenario, on_minute)
             results.append(result)
+            bar.close()
             if as_json:
                 print_json(as_dict(result))
             elif len(scenarios) == 1:
@@ -156,10 +159,10 @@ def _simulate(scenarios: list[Scenario], *, as_json: bool) -> list[Result]:
 
 
 def _report(results: list[Result], out: Path | None, *, as_json: bool) -> None:
-    from swarmtrain.sim.report import as_table, write_csv, write_plots
+    from swarmtrain.sim.report import TABLE_HEADERS, table_rows, write_csv, write_plots
 
     if len(results) > 1 and not as_json:
-        print(as_table(results))
+        print_table(TABLE_HEADERS, table_rows(results), num_left=3)
     if out is not None:
         written = write_csv(results, out) + write_plots(results, out)
         if not as_json:

@@ -10,7 +10,8 @@ import typer
 
 from swarmtrain.cli.options import JsonOption, print_json
 from swarmtrain.cli.places import running
-from swarmtrain.cli.status_text import status_text
+from swarmtrain.cli.status_text import status_lines
+from swarmtrain.cli.terminal import say
 from swarmtrain.errors import UsageError
 
 StateDir = Annotated[Path | None, typer.Option(help="The daemon's state directory; default: all on this machine.")]
@@ -35,7 +36,11 @@ def status(state_dir: StateDir = None, as_json: JsonOption = False) -> None:
             if state_dir is not None:
                 raise
             answer = {"kind": "unknown", "state": "not answering", "reason": str(error), "state_dir": str(directory)}
-        print_json(answer) if as_json else print(status_text(answer))
+        if as_json:
+            print_json(answer)
+            continue
+        for line in status_lines(answer):
+            say(line, indent="    ")
 
 
 def drain(state_dir: StateDir = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +18,32 @@ from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.observe.events import Events, PeerLost
 from swarmtrain.observe.faults import Faults
-from swarmtrain.p2p.host_errors import HostDownError
+from swarmtrain.p2p.errors import HostDownError
 from swarmtrain.rpc.calls import OnProgress
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
+from swarmtrain.wire.messages import MAX_EMPTY_STAGES
 from swarmtrain.wire.schema import Message
 
 log = logging.getLogger(__name__)
 
 OWN_OUTAGE_S = 0.25  # between attempts while this host's own transport is away
 MISSED_S = 30.0  # a peer that has been silent for longer is not expected any more
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Why nothing goes on. `reason` is for people."""
+
+    reason: str
+    empty_stages: tuple[int, ...] = ()  # the first stages that lack peers
+
+    @classmethod
+    def for_peers(cls, stages: Sequence[int]) -> Wait:
+        """For peers of these stages, in their order. Bounded, however many there are."""
+        named, num_more = tuple(stages[:MAX_EMPTY_STAGES]), len(stages) - MAX_EMPTY_STAGES
+        more = f" and {num_more} more" if num_more > 0 else ""
+        return cls(f"stage {', '.join(map(str, named))}{more} has no peers", named)
 
 
 @dataclass
@@ -54,7 +70,7 @@ class RunContext:
     background: set[asyncio.Task[object]] = field(default_factory=set)
     faults: Faults = field(default_factory=Faults)
     tally: Tally = field(default_factory=Tally)
-    waits_for: str = ""  # why nothing goes on, or empty
+    waits_for: Wait | None = None
     _missed: dict[str, float] = field(default_factory=dict)  # peer: when
 
     @property

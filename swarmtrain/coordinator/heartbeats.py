@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from swarmtrain import world
 from swarmtrain.coordinator.admission import judge, some_donors
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.split_brain import HOLDS_STATE, check_peers
-from swarmtrain.observe import word
 from swarmtrain.observe.events import PeerJoined, PeerLost
-from swarmtrain.p2p.errors import Refusal
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import STALLED, Code, Directive, Heartbeat, Verdict
 
 WATCH_S = 1.0
@@ -62,15 +62,16 @@ class Heartbeats:
             context.members.admit(peer_id)
         await context.notify()
         offer = answer.offer
-        return Verdict(
+        verdict = Verdict(
             term=context.term,
             step=context.step,
             directive=answer.directive,
-            reason=answer.reason or self._why_no_work(member)[:1000],
+            reason=answer.reason,
             sync_step=offer.step if offer else 0,
             sync_digest=offer.digest if offer else "",
             donors=some_donors(offer.donors, self._rng) if offer else (),
         )
+        return verdict if verdict.reason else self._explained(verdict, member)
 
     def _check_not_further(self, sign: Heartbeat, peer_id: str) -> None:
         """A peer that has seen steps which the journal does not know must not lose them: it is told nothing."""
@@ -90,12 +91,13 @@ class Heartbeats:
             here = [m for m in self._context.members.everybody() if m.state in HOLDS_STATE]
             check_peers(self._context.known, [*self._further.values(), *((0, member.step) for member in here)])
 
-    def _why_no_work(self, member: Member) -> str:
-        """For a serving peer: what keeps work from it, as far as it is known here."""
-        context = self._context
+    def _explained(self, verdict: Verdict, member: Member) -> Verdict:
+        """For a serving peer: with what keeps work from it, as far as it is known here."""
+        context, wait = self._context, self._context.waits_for
         if member.stage == 0 and context.dispatcher.neighbours.router.is_banned(member.peer_id):
-            return word.banned("calls to it failed, so the coordinator gives it no work for a while")
-        return context.waits_for
+            reason = "calls to it failed, so the coordinator gives it no work for a while"
+            return replace(verdict, reason=reason, is_banned=True)
+        return replace(verdict, reason=wait.reason[:1000], empty_stages=wait.empty_stages) if wait else verdict
 
     async def watch(self) -> None:
         """Peers without a heartbeat are lost. Runs until it is cancelled."""

@@ -11,14 +11,12 @@ from swarmtrain import world
 from swarmtrain.coordinator.admission import has_state, servers
 from swarmtrain.coordinator.apply import Applies, StepResult
 from swarmtrain.coordinator.checkpointing import Checkpoints, codecs_remember, explained
-from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.context import RunContext, Wait
 from swarmtrain.coordinator.election import elected
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.steps import StepDriver
 from swarmtrain.errors import StorageError
 from swarmtrain.observe.events import CheckpointFailed, RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
-from swarmtrain.observe.logs import clock_time
-from swarmtrain.observe.word import no_peers
 
 T = TypeVar("T")
 
@@ -50,7 +48,7 @@ class Run:
         self._writing: asyncio.Task[object] | None = None
         self._writing_step, self._was_left_out = 0, False
         self._codecs_remember = codecs_remember(context.manifest)
-        self._held_up = ""  # what keeps the last checkpoint from being written
+        self._held_up: Wait | None = None  # what keeps the last checkpoint from being written
         self.last: StepApplied | None = None
         self._val_loss: float | None = None
 
@@ -179,29 +177,29 @@ class Run:
                 await self._applies.turn_away(stage, context.step, digest)
 
     def _note_wait(self, empty: list[int], enough: bool) -> None:
-        reason = self._held_up
+        wait = self._held_up
         if empty:
-            reason = no_peers(empty)
+            wait = Wait.for_peers(empty)
         elif not enough:
-            reason = f"waiting for {self._min_peers} peers"
-        self._say_wait(reason)
+            wait = Wait(f"waiting for {self._min_peers} peers")
+        self._say_wait(wait)
 
     def _note_stage(self, stage: int, *, empty: bool) -> None:
         """In the middle of a step."""
-        reason = no_peers([stage])
+        wait = Wait.for_peers([stage])
         waits_for = self._context.waits_for
-        if empty and not waits_for:
-            self._say_wait(reason)
-        elif not empty and waits_for == reason:
-            self._say_wait("")
+        if empty and waits_for is None:
+            self._say_wait(wait)
+        elif not empty and waits_for == wait:
+            self._say_wait(None)
 
-    def _say_wait(self, reason: str) -> None:
+    def _say_wait(self, wait: Wait | None) -> None:
         context = self._context
-        if reason and reason != context.waits_for:
-            context.events.emit(RunWaits(f"{reason} since {clock_time(world.wall())}"))
-        elif context.waits_for and not reason:
+        if wait is not None and wait != context.waits_for:
+            context.events.emit(RunWaits(wait.reason))
+        elif context.waits_for is not None and wait is None:
             context.events.emit(RunResumes())
-        context.waits_for = reason
+        context.waits_for = wait
 
     def _checkpoint_due(self, step: int) -> bool:
         """At the end, where the manifest says, and at once if the last one came to nothing: if a run that is restored
@@ -245,14 +243,14 @@ class Run:
         try:
             while self._checkpoints.step < context.step and not await self._write_last():
                 failure = self._checkpoints.failure
-                self._held_up = f"the last checkpoint waits: {explained(failure)}"
+                self._held_up = Wait(f"the last checkpoint waits: {explained(failure)}")
                 self._say_wait(self._held_up)
                 await asyncio.sleep(pause_s)
                 is_disk = isinstance(failure, StorageError)
                 pause_s = min(2.0 * pause_s, MAX_WRITE_RETRY_S if is_disk else MAX_FETCH_RETRY_S)
         finally:
-            self._held_up = ""
-        self._say_wait("")
+            self._held_up = None
+        self._say_wait(None)
 
     async def _write_last(self) -> bool:
         """One attempt to write a checkpoint of where the run stands, from everybody who has the state."""

@@ -6,10 +6,8 @@ The first cause that holds is named: what lies further away (the run waits for a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-
-from swarmtrain.observe.word import Word
 
 
 class Cause(StrEnum):
@@ -37,7 +35,9 @@ class PeerFacts:
     step: int
     coordinator_silent_s: float = 0.0
     contact_limit_s: float = 10.0  # silence after which its work may not be counted any more
-    word: Word = field(default_factory=Word)  # the coordinator's, with its last directive
+    coordinator_says: str = ""  # the reason in its last verdict
+    is_banned: bool = False  # the coordinator sends it no work for a while
+    empty_stages: tuple[int, ...] = ()  # stages without peers, as the coordinator knows
     sync_text: str = ""
     is_computing: bool = False
     num_open: int = 0  # microbatches that it has taken and not answered
@@ -74,7 +74,7 @@ def _life(facts: PeerFacts) -> Activity | None:
         return Activity(Cause.COORDINATOR_AWAY, "the coordinator does not answer", following)
     match facts.state:
         case "syncing":
-            reason = facts.sync_text or facts.word.text or "waiting for a state to fetch"
+            reason = facts.sync_text or facts.coordinator_says or "waiting for a state to fetch"
             return Activity(Cause.SYNCING, reason, "serves as soon as its state is the run's")
         case "joining":
             return Activity(Cause.JOINING, "waiting for the coordinator's word", "fetches the state, or serves")
@@ -85,11 +85,11 @@ def _obstacle(facts: PeerFacts) -> Activity | None:
     """What holds a serving peer back. Computing is never held back."""
     if facts.is_computing:
         return None
-    if facts.word.banned:
-        return Activity(Cause.BANNED, facts.word.banned, "is given work again after a while")
+    if facts.is_banned:
+        return Activity(Cause.BANNED, facts.coordinator_says, "is given work again after a while")
     if facts.capped_by:
         return Activity(Cause.CAPPED, facts.capped_by, "goes on as the limit allows")
-    if facts.has_next and (not facts.next_stage_peers or facts.stage + 1 in facts.word.empty_stages):
+    if facts.has_next and (not facts.next_stage_peers or facts.stage + 1 in facts.empty_stages):
         return Activity(
             Cause.NEXT_STAGE_EMPTY,
             f"stage {facts.stage + 1} has no peers",
@@ -104,5 +104,5 @@ def _work(facts: PeerFacts) -> Activity:
     if facts.is_prepared:
         reason = f"its part of step {facts.step} is done; the other stages are not ready"
         return Activity(Cause.STEP_END, reason, "applies the step when it is decided")
-    reason = f"no work has come: {facts.word.text}" if facts.word.text else "no work has come"
+    reason = f"no work has come: {facts.coordinator_says}" if facts.coordinator_says else "no work has come"
     return Activity(Cause.NO_LEASE, reason, "the next microbatch")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from swarmtrain import world
 from swarmtrain.observe.cost import Cost
+
+
+def clock_time(at: float) -> str:
+    """Seconds since the epoch as a clock on the wall here shows them."""
+    return time.strftime("%H:%M:%S", time.localtime(at))
 
 
 @functools.cache
@@ -257,7 +263,7 @@ class RunWaits(Event):
 
     def line(self) -> str:
         """For a person."""
-        return f"the run waits: {self.reason}"
+        return f"the run waits: {self.reason} since {clock_time(self.at)}"
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ class Action(StrEnum):
 _SIGNALS = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP}
 
 
-def _print_error(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _print_error(action: Action, point: Point) -> None:
+    print(f"test fault: {action} at {point}", file=sys.stderr, flush=True)
 
 
 def _signal_self(action: Action) -> None:
@@ -77,7 +77,7 @@ class Faults:
     is_enabled: bool = False  # whether the flag was given
     cut: Callable[[], None] | None = None  # breaks all links; set by the daemon
     strike: Callable[[Action], None] = _signal_self  # kills or stops this process
-    tell: Callable[[str], None] = _print_error
+    tell: Callable[[Action, Point], None] = _print_error
     pace_s: tuple[float, float] = (0.0, 0.0)  # what a forward and a backward take at least
 
     @classmethod
@@ -102,7 +102,7 @@ class Faults:
                 self.armed.remove(fault)
                 due = fault.action
         if due is not None:
-            self.tell(f"test fault: {due} at {point}")
+            self.tell(due, point)
         if due in _SIGNALS:
             self.strike(due)
         elif due is Action.CUT and self.cut is not None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from pathlib import Path
 from typing import TextIO
 
-from swarmtrain.observe.events import Event, Sink
+from swarmtrain.observe.events import Event, Sink, clock_time
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +20,17 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
+class LogFormatter(logging.Formatter):
+    """Of a daemon's log: messages are printable, tracebacks keep their lines."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return printable(super().formatMessage(record))
+
+
 def json_lines(stream: TextIO) -> Sink:
     """A sink that writes one JSON object per line."""
 
@@ -28,11 +38,6 @@ def json_lines(stream: TextIO) -> Sink:
         print(json.dumps(event.as_dict()), file=stream, flush=True)
 
     return write
-
-
-def clock_time(at: float) -> str:
-    """Seconds since the epoch as a clock on the wall here shows them."""
-    return time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def log_lines(stream: TextIO = sys.stderr) -> Sink:

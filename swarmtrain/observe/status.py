@@ -114,9 +114,9 @@ def _headline(event: Event, status: Status) -> Status:
         case SyncProgress(step=step, percent=percent):
             return replace(status, reason=f"fetching the state of step {step}: {percent} %")
         case RunWaits(reason=reason):
-            what, is_last = reason.split(" since ")[0], 0 < status.num_steps <= status.step
+            is_last = 0 < status.num_steps <= status.step
             following = "the last checkpoint, then the end" if is_last else f"step {status.step + 1}"
-            return _enter(status, event.at, "waiting", what, f"{following}, as soon as that has changed")
+            return _enter(status, event.at, "waiting", reason, f"{following}, as soon as that has changed")
         case RunResumes():
             return _enter(status, event.at, "training", "", _next_step(status, status.step))
         case StepApplied(step=step):

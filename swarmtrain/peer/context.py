@@ -12,15 +12,14 @@ from typing import Protocol
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.split import MicrobatchTimes
-from swarmtrain.observe.word import Word
-from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.device import DeviceWatch
 from swarmtrain.peer.jobs import StageJobs
 from swarmtrain.peer.ledger import Ledger
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
-from swarmtrain.wire.messages import Code, Hop
+from swarmtrain.wire.messages import Code, Hop, Verdict
 
 CONTACT_S = 10.0  # without a word from the coordinator for so long, a peer's work may not be counted any more
 TERM_WAIT_S = 5.0  # how long a neighbour's message of a new term waits for the coordinator's own word
@@ -90,7 +89,7 @@ class PeerContext:
     state: PeerState = PeerState.JOINING
     term: int = 0
     state_term: int = 0  # in which it came to its state: no later one has taken that back, as far as this peer knows
-    word: Word = field(default_factory=Word)  # what the coordinator said last
+    verdict: Verdict | None = None  # the coordinator's last one
     contact_at: float = 0.0  # when the coordinator was last heard, in time of the loop
     shares_work: bool = True  # with the others of the stage
     siblings: tuple[str, ...] = ()  # these others, as the last roster named them
@@ -130,10 +129,10 @@ class PeerContext:
         """Both passes of everything that is not answered yet."""
         return self.service_s * sum(entry.answer is None for entry in self.ledger)
 
-    def refuse(self, code: Code, text: str = "", retry_after_s: float = 0.0) -> Refusal:
+    def refuse(self, code: Code, text: str = "", retry_after_s: float = 0.0, *, redirect_to: str = "") -> Refusal:
         """A counted refusal, to be raised."""
         self.counters.refused[code.value] = self.counters.refused.get(code.value, 0) + 1
-        return Refusal(code, text, retry_after_s)
+        return Refusal(code, text, retry_after_s, redirect_to=redirect_to)
 
     async def check_coordinator(self, sender: str, run: str, term: int, stage: int | None = None) -> None:
         """Refuse what is not from the run's coordinator; its newer term is obeyed from now on."""

@@ -12,8 +12,9 @@ from swarmtrain.chain.offer import COORDINATOR_TOPIC, RunRefused, checked_offer
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.directory.directory import Directory, TopicRule
 from swarmtrain.errors import ExitCode, SwarmtrainError
-from swarmtrain.p2p.errors import CallRefused, NetError, Refusal
+from swarmtrain.p2p.errors import NetError
 from swarmtrain.p2p.network import NetworkHost
+from swarmtrain.rpc.errors import CallRefused, Refusal
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest

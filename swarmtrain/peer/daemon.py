@@ -20,9 +20,7 @@ from swarmtrain.machine import Machine, ThisMachine
 from swarmtrain.observe.events import Events, PeerEnded, PhaseReached
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.service import peer_routes
-from swarmtrain.p2p.errors import Refusal
-from swarmtrain.p2p.host_options import HostOptions
-from swarmtrain.p2p.network import NetworkHost
+from swarmtrain.p2p.network import HostOptions, NetworkHost
 from swarmtrain.peer.announcing import Announcing
 from swarmtrain.peer.assignment import Assignment
 from swarmtrain.peer.building import build_context
@@ -39,8 +37,9 @@ from swarmtrain.peer.patience import Patience
 from swarmtrain.peer.steps import Steps
 from swarmtrain.peer.syncing import Syncing
 from swarmtrain.route.moves import Mover
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.exchange import Exchange
-from swarmtrain.rpc.limiter import RateLimiter
+from swarmtrain.rpc.limits import RateLimiter
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.units import show_size

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.compute import ComputeThread
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import Code
 
 T = TypeVar("T")

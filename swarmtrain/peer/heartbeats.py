@@ -8,8 +8,7 @@ import logging
 from collections.abc import Callable
 
 from swarmtrain import __version__
-from swarmtrain.observe.word import understood
-from swarmtrain.p2p.errors import CallRefused, NetError
+from swarmtrain.p2p.errors import NetError
 from swarmtrain.peer.assignment import Assignment
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerState
@@ -18,6 +17,7 @@ from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.peer.steps import Steps
 from swarmtrain.peer.syncing import Syncing
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.waiting import wait_event
 from swarmtrain.wire.messages import STALLED, Acknowledged, Code, Directive, Heartbeat, Leave, Resync, Verdict
@@ -114,7 +114,7 @@ class HeartbeatLoop:
         answer = await context.node.call(coordinator, sign, deadline_s=10.0, expect=Verdict)
         assignment.deserted.clear()
         await context.enter_term(answer.term)
-        context.word = understood(answer.reason)
+        context.verdict = answer
         now = self._sign_of_life()
         # An answer about a past state does not count. Whatever changed the state asks again; a step that was applied
         # meanwhile does not, or peers whose steps are shorter than their way to the coordinator would never pause.

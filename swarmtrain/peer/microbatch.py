@@ -19,15 +19,15 @@ from swarmtrain.codec.policy import SendEstimate, is_critical
 from swarmtrain.errors import DivergedError
 from swarmtrain.observe.faults import Action, Point, damaged
 from swarmtrain.observe.split import Part
-from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.codecs import BadTensor, WrongPartner
 from swarmtrain.peer.compute import Kind, Withdrawn
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.jobs import Outcome, StaleWork
 from swarmtrain.peer.ledger import Entry, Raw
 from swarmtrain.peer.work_stealing import Thief, Victim
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.exchange import Exchange
-from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Replay, Work
+from swarmtrain.wire.messages import Code, Done, Hop, Progress, Replay, Work
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class Microbatches:
                 answer = self._answer(clock, back.value.payload, below.loss, below)
         except Withdrawn as withdrawn:
             ledger.drop(entry)
-            raise context.refuse(Code.REDIRECTED, entry.stolen_by) from withdrawn
+            raise context.refuse(Code.REDIRECTED, "stolen", redirect_to=entry.stolen_by) from withdrawn
         except BaseException as error:
             if not entry.accumulated:
                 ledger.drop(entry)
@@ -306,7 +306,7 @@ class Microbatches:
             if context.dispatcher is None:
                 return Done(timed.value.loss, (context.hop,), timed.queue_s, timed.run_s, 0.0, b"", context.load_s)
             entry = Entry(work.microbatch, work.tokens, work.boundary)
-            exchange.progress(Progress(Phase.FORWARDED, (context.hop,), timed.queue_s, timed.run_s, context.load_s))
+            exchange.progress(Progress((context.hop,), context.load_s))
             deadline_s = max(_MIN_CALL_S, exchange.deadline - asyncio.get_running_loop().time())
             below = await self._call_below(entry, work, timed.value.payload, deadline_s)
         except BaseException as error:
@@ -363,7 +363,7 @@ class Microbatches:
         context = self._context
         for hop in hops:
             entry.hops[hop.stage] = hop
-        item = Progress(Phase.FORWARDED, (context.hop, *entry.hops.values()), 0.0, 0.0, context.load_s)
+        item = Progress((context.hop, *entry.hops.values()), context.load_s)
         for exchange in self._listeners.get(entry.microbatch, ()):
             exchange.progress(item)
 
@@ -389,5 +389,5 @@ class Microbatches:
         if isinstance(error, DivergedError | NonFiniteTensor):
             return self._context.refuse(Code.DIVERGED, str(error))
         if isinstance(error, Refusal):
-            return Refusal(error.code, error.text, error.retry_after_s)
+            return Refusal.of(error.payload)
         return error

@@ -15,12 +15,12 @@ from swarmtrain.observe.activity import Activity, Cause, PeerFacts, explain
 from swarmtrain.observe.events import ActivityChanged, Events, StepFollowed
 from swarmtrain.observe.keeper import RerouteNews, StatusKeeper
 from swarmtrain.observe.split import Part
-from swarmtrain.observe.word import Word
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import CONTACT_S, PeerContext
 from swarmtrain.peer.steps import Steps
-from swarmtrain.rpc.limiter import RateLimiter
+from swarmtrain.rpc.limits import RateLimiter
 from swarmtrain.units import show_rate, show_size
+from swarmtrain.wire.messages import Verdict
 
 WATCH_S = 0.25
 SETTLE_S = 2.0  # short gaps belong to every pipeline: these causes are told when they have held for so long
@@ -41,7 +41,7 @@ class PeerObserver:
         self._seen, self._seen_at = Cause.JOINING, world.wall()
         self._told = (Cause.JOINING, "")
         self._step, self._num_done = context.step, 0
-        self._heard, self._answered = context.word, 0
+        self._heard, self._answered = context.verdict, 0
         self._ratios: dict[str, float] = {}
         self._process = psutil.Process(os.getpid())
 
@@ -72,7 +72,7 @@ class PeerObserver:
     def facts(self) -> PeerFacts:
         """What is known now."""
         context, split = self._context, self._context.compute.split
-        status = self._keeper.status
+        status, verdict = self._keeper.status, self._verdict()
         silent_s = asyncio.get_running_loop().time() - context.contact_at if context.contact_at else 0.0
         return PeerFacts(
             state=context.state.value,
@@ -80,7 +80,9 @@ class PeerObserver:
             step=context.step,
             coordinator_silent_s=silent_s,
             contact_limit_s=CONTACT_S,
-            word=self._word(),
+            coordinator_says=verdict.reason if verdict else "",
+            is_banned=verdict.is_banned if verdict else False,
+            empty_stages=verdict.empty_stages if verdict else (),
             sync_text=status.reason if status.sync_percent is not None else "",
             is_computing=split.is_going_on(Part.COMPUTE),
             num_open=sum(entry.answer is None for entry in context.ledger),
@@ -168,14 +170,15 @@ class PeerObserver:
             self._told = (activity.cause, activity.reason)
             self._events.emit(ActivityChanged(activity.cause, activity.reason, activity.next, self._seen_at))
 
-    def _word(self) -> Word:
-        """What the coordinator said last, unless an answer of the next stage has come since: then it is outdated."""
+    def _verdict(self) -> Verdict | None:
+        """The coordinator's last one, unless an answer of the next stage has come since: then it is outdated."""
         context = self._context
         answered = context.dispatcher.counters.answered if context.dispatcher is not None else 0
-        if context.word is not self._heard:
-            self._heard, self._answered = context.word, answered
-        is_outdated = answered > self._answered and not context.word.banned
-        return Word() if is_outdated else context.word
+        verdict = context.verdict
+        if verdict is not self._heard:
+            self._heard, self._answered = verdict, answered
+        is_outdated = answered > self._answered and not (verdict is not None and verdict.is_banned)
+        return None if is_outdated else verdict
 
     def _capped_by(self) -> str:
         context = self._context

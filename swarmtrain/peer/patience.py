@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from swarmtrain import world
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.p2p.host_errors import BootstrapError
+from swarmtrain.p2p.errors import BootstrapError
 from swarmtrain.peer.coordinator_link import RunUnreachable
 
 T = TypeVar("T")

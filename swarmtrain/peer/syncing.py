@@ -14,10 +14,10 @@ from swarmtrain import world
 from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
 from swarmtrain.observe.events import DonorDropped, Events, SyncProgress
 from swarmtrain.observe.faults import Action, Point, damaged
-from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.steps import Steps
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.messages import ChunkDigests, Code, FetchDigests, FetchState, StateChunk, Verdict
 

@@ -16,10 +16,10 @@ from enum import IntEnum
 
 from torch import Tensor
 
-from swarmtrain.p2p.errors import CallRefused, NetError, Refusal
-from swarmtrain.p2p.host_errors import HostDownError
+from swarmtrain.p2p.errors import HostDownError, NetError
 from swarmtrain.reduce.partition import Piece, cut
 from swarmtrain.reduce.shares import EXACT, BadShare, Buffer, Share, ShareFormat
+from swarmtrain.rpc.errors import CallRefused, Refusal
 from swarmtrain.rpc.node import Node
 from swarmtrain.wire.messages import Code, Prepare, ReducedPiece, ReduceShare, RosterEntry
 

@@ -35,11 +35,11 @@ from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.observe.events import Event, Events, RunEnded, RunRolledBack, StepApplied
-from swarmtrain.observe.faults import Action, Faults
-from swarmtrain.p2p.errors import LinkClosed
+from swarmtrain.observe.faults import Action, Faults, Point
 from swarmtrain.peer.daemon import PeerDaemon
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.reference import make_sampler, open_run_source
+from swarmtrain.rpc.errors import LinkClosed
 from swarmtrain.run.invite import Invite, parse_invite
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.simulated.loop import VirtualLoop
@@ -307,9 +307,9 @@ class SimulatedSwarm:
                 life.process.kill()
                 raise Killed
 
-        def tell(text: str) -> None:
-            life.struck.append(text.removeprefix("test fault: "))
-            self.note(f"{self.now:.9f} {life.name} {text}")
+        def tell(action: Action, point: Point) -> None:
+            life.struck.append(f"{action} at {point}")
+            self.note(f"{self.now:.9f} {life.name} test fault: {action} at {point}")
 
         life.faults = Faults(is_enabled=True, strike=strike, tell=tell)
         return life.faults
@@ -324,8 +324,6 @@ class SimulatedSwarm:
             elif isinstance(event, RunEnded):
                 self._is_over = True
             fields = {key: value for key, value in asdict(event).items() if key != "at"}
-            if event.name == "run_waits":
-                fields["reason"] = fields["reason"].partition(" since ")[0]  # the clock's time zone is this computer's
             self.note(f"{self.now:.9f} {life.name} {event.name} {fields}")
 
         async def main() -> None:

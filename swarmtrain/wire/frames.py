@@ -25,6 +25,7 @@ MAX_CHUNK_BYTES = 1 << 20
 MAX_CONTROL_BYTES = 2048
 MAX_CODE_BYTES = 64
 MAX_TEXT_BYTES = 1024
+MAX_PEER_ID_BYTES = 128
 SMALL_MESSAGE_BYTES = 16 << 10  # messages up to here need no credit
 CALL_WINDOW_BYTES = 1 << 20  # of a larger message, sent before the receiver grants more
 LINK_WINDOW_BYTES = 8 << 20  # of such beginnings of all messages that the receiver has not admitted yet
@@ -34,10 +35,11 @@ _HEADER = struct.Struct("<HBBQII")
 _HEADER_CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _HEADER_CRC.size
 _START = struct.Struct("<QI")  # total bytes, deadline in ms
-_REFUSAL = struct.Struct("<IB")  # retry after ms, length of the code
+_REFUSAL = struct.Struct("<IHBB")  # retry after ms, stage, length of the code, length of the peer id
 _PAIR = struct.Struct("<QQ")
 _NONCE = struct.Struct("<Q")
 MAX_DEADLINE_MS = 2**32 - 1
+_NO_STAGE = 2**16 - 1
 
 
 class FrameType(IntEnum):
@@ -80,11 +82,13 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RefusalPayload:
-    """The payload of REFUSAL and GOODBYE."""
+    """The payload of REFUSAL and GOODBYE. `text` is for people; programs read the other fields."""
 
     code: str
-    text: str
-    retry_after_s: float
+    text: str = ""
+    retry_after_s: float = 0.0
+    redirect_to: str = ""  # the id of the peer that takes the call instead
+    stage: int | None = None  # the stage that could not do its part
 
 
 class BadMagic(BadFrame):
@@ -146,23 +150,28 @@ def parse_start(payload: memoryview) -> Start:
 
 
 def pack_refusal(frame_type: FrameType, call_id: int, refusal: RefusalPayload) -> bytes:
-    """A REFUSAL or GOODBYE; code and text are cut to their limits."""
+    """A REFUSAL or GOODBYE; code, text and peer id are cut to their limits."""
     code = refusal.code.encode("utf-8", "replace")[:MAX_CODE_BYTES]
     text = refusal.text.encode("utf-8", "replace")[:MAX_TEXT_BYTES]
+    peer_id = refusal.redirect_to.encode("utf-8", "replace")[:MAX_PEER_ID_BYTES]
     retry_after_ms = min(max(0, round(refusal.retry_after_s * 1000)), MAX_DEADLINE_MS)
-    return pack_frame(frame_type, call_id, _REFUSAL.pack(retry_after_ms, len(code)) + code + text)
+    stage = _NO_STAGE if refusal.stage is None else min(max(0, refusal.stage), _NO_STAGE - 1)
+    fixed = _REFUSAL.pack(retry_after_ms, stage, len(code), len(peer_id))
+    return pack_frame(frame_type, call_id, fixed + code + peer_id + text)
 
 
 def parse_refusal(payload: memoryview) -> RefusalPayload:
     """The payload of a REFUSAL or GOODBYE."""
     if len(payload) < _REFUSAL.size:
         raise BadFrame("a refusal that is too short")
-    retry_after_ms, code_bytes = _REFUSAL.unpack_from(payload)
-    rest = bytes(payload[_REFUSAL.size :])
-    if code_bytes > min(MAX_CODE_BYTES, len(rest)) or len(rest) - code_bytes > MAX_TEXT_BYTES:
+    retry_after_ms, stage, code_bytes, peer_id_bytes = _REFUSAL.unpack_from(payload)
+    text_bytes = len(payload) - _REFUSAL.size - code_bytes - peer_id_bytes
+    if code_bytes > MAX_CODE_BYTES or peer_id_bytes > MAX_PEER_ID_BYTES or not 0 <= text_bytes <= MAX_TEXT_BYTES:
         raise BadFrame("a refusal with wrong lengths")
-    code, text = rest[:code_bytes].decode("utf-8", "replace"), rest[code_bytes:].decode("utf-8", "replace")
-    return RefusalPayload(code, text, retry_after_ms / 1000)
+    rest = bytes(payload[_REFUSAL.size :])
+    texts = rest[:code_bytes], rest[code_bytes : code_bytes + peer_id_bytes], rest[code_bytes + peer_id_bytes :]
+    code, peer_id, text = (part.decode("utf-8", "replace") for part in texts)
+    return RefusalPayload(code, text, retry_after_ms / 1000, peer_id, None if stage == _NO_STAGE else stage)
 
 
 def pack_pair(frame_type: FrameType, call_id: int, first: int, second: int) -> bytes:

@@ -14,6 +14,8 @@ from typing import Annotated
 from swarmtrain.units import MIB
 from swarmtrain.wire.schema import AllowNonFinite, Blob, MaxLength, Message, Priority, Range, Registry, message
 
+MAX_EMPTY_STAGES = 16  # named in a verdict; work does not get past the first of them anyway
+
 RunId = Annotated[str, MaxLength(64)]
 PeerId = Annotated[str, MaxLength(128)]
 Term = Annotated[int, Range(0, 2**40)]
@@ -44,10 +46,10 @@ class Code(StrEnum):
     BAD_ROSTER = "bad-roster"  # a reduction that cannot be one of this stage
     NOT_SERVING = "not-serving"  # joining, paused or draining
     BUSY = "busy"
-    REDIRECTED = "redirected"  # another peer of the stage, which has nothing to do, takes it; the text is its id
+    REDIRECTED = "redirected"  # another peer of the stage has stolen it: `redirect_to` names the thief
     UNPREPARED = "unprepared"  # apply came without a prepared sum
     UNKNOWN = "unknown"  # nothing is known of what was asked for
-    NOBODY = "nobody"  # the next stage has no peers
+    NOBODY = "nobody"  # no peer of `stage`, further downstream, did it in time
     DIVERGED = "diverged"  # training itself produced numbers that are not finite
 
 
@@ -95,22 +97,12 @@ class Done(Message):
     waited_s: Seconds = 0.0  # in queues and for room in them, here and further down, also where it was given away
 
 
-class Phase(StrEnum):
-    """What a callee is doing with a microbatch."""
-
-    QUEUED = "queued"
-    FORWARDED = "forwarded"  # its forward is done and the next stage has it
-    ALIVE = "alive"
-
-
 @message(kind="progress", priority=Priority.CONTROL)
 class Progress(Message):
-    """Flows upstream, so that a caller's hints are fresh when its callee dies."""
+    """The callee's forward is done, and the next stage is asked. Flows upstream, again with every new hop, so that a
+    caller's hints are fresh when its callee dies."""
 
-    phase: Phase
-    hops: Hops  # everybody further down who has taken the microbatch, as far as known
-    queue_s: Seconds
-    forward_s: Seconds
+    hops: Hops  # the peers that have taken the microbatch, from the callee downstream, as far as known
     load_s: Seconds = 0.0  # both passes of everything that the callee holds now
 
 
@@ -213,7 +205,7 @@ class Directive(StrEnum):
 
 @message(kind="verdict", priority=Priority.CONTROL)
 class Verdict(Message):
-    """What the coordinator thinks of the peer, and where the run stands."""
+    """What the coordinator wants of the peer, and where the run stands. `reason` is for people."""
 
     term: Term
     step: Step
@@ -222,6 +214,8 @@ class Verdict(Message):
     sync_step: Step  # for SYNC: which state to fetch, its digest, and from whom
     sync_digest: Digest
     donors: Annotated[tuple[PeerId, ...], MaxLength(64)]
+    empty_stages: Annotated[tuple[StageIndex, ...], MaxLength(MAX_EMPTY_STAGES)] = ()  # the first that lack peers
+    is_banned: bool = False  # calls to the peer failed: the coordinator sends it no work for a while
 
 
 @message(kind="fetch_run", priority=Priority.CONTROL)

@@ -13,11 +13,12 @@ from rpc.helpers import until
 
 from swarmtrain.chain.dispatch import MAX_TAKEN, REST_S, Dispatcher, _Watch
 from swarmtrain.chain.neighbours import router_options
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, LinkClosed, PeerUnreachable, Refusal
+from swarmtrain.p2p.errors import PeerUnreachable
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import PeerView, Pick, StageSnapshot
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, Refusal
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Code, Done, Hop, Phase, Progress, Work
+from swarmtrain.wire.messages import Code, Done, Hop, Progress, Work
 
 WORK = Work("run", 1, 2, 7, 3, 0, False, (), b"tokens", b"boundary")
 DONE = Done(1.5, (Hop(2, "b", "life"), Hop(3, "z", "life")), 0.0, 0.1, 0.2, b"gradient")
@@ -131,9 +132,13 @@ def test_a_failed_call_is_repeated_elsewhere_with_the_same_bytes(failure: Except
     run(main())
 
 
+def redirected(thief: str, retry_after_s: float = 0.0) -> CallRefused:
+    return CallRefused(Code.REDIRECTED, redirect_to=thief, retry_after_s=retry_after_s)
+
+
 def test_what_is_given_away_goes_to_the_one_that_takes_it_once_and_for_all() -> None:
     async def main() -> None:
-        dispatcher, node, neighbours = dispatch({"a": CallRefused(Code.REDIRECTED, "c"), "b": good, "c": good})
+        dispatcher, node, neighbours = dispatch({"a": redirected("c"), "b": good, "c": good})
         assert but_for_waits(await dispatcher.call(WORK, deadline_s=10, check=accept)) == DONE
         assert node.calls == [("a", WORK), ("c", replace(WORK, is_stolen=True))]
         assert ("busy", "a") in neighbours.router.told
@@ -145,7 +150,7 @@ def test_what_is_given_away_goes_to_the_one_that_takes_it_once_and_for_all() -> 
 def test_a_taker_that_does_not_exist_or_fails_is_done_without() -> None:
     async def main() -> None:
         for taker, expected in (("nobody", ["a", "a"]), ("c", ["a", "c", "a"])):
-            replies = [CallRefused(Code.REDIRECTED, taker)]
+            replies = [redirected(taker)]
 
             def once(*_: object, replies: list[CallRefused] = replies) -> Done:
                 if replies:
@@ -176,7 +181,7 @@ def test_what_went_by_at_a_giver_was_waited_and_nobody_has_waited_longer_than_it
             await asyncio.sleep(0.01)  # a machine that is slow
             took_s.append(loop.time() - began)
             if is_stolen and peer == "a":
-                raise CallRefused(Code.REDIRECTED, "b")
+                raise redirected("b")
             return replace(DONE, waited_s=min(waited * took_s[-1], 1e9))
 
         node.call = call  # type: ignore[method-assign]
@@ -253,7 +258,7 @@ def test_what_went_by_because_nobody_was_there_or_somebody_failed_was_not_waited
 @pytest.mark.parametrize("does_its_forward", [False, True])
 def test_a_taker_that_does_nothing_does_not_get_everything(does_its_forward: bool) -> None:
     async def main() -> None:
-        dispatcher, node, _ = dispatch({"a": CallRefused(Code.REDIRECTED, "hog"), "b": good}, ["a", "b", "hog"])
+        dispatcher, node, _ = dispatch({"a": redirected("hog"), "b": good}, ["a", "b", "hog"])
         took, ended, answer_of = list[Work](), asyncio.Event(), node.call
 
         async def call(peer: str, work: Work, deadline_s: float, on_progress: Any, *, expect: type[Done]) -> Done:
@@ -263,7 +268,7 @@ def test_a_taker_that_does_nothing_does_not_get_everything(does_its_forward: boo
                 return await answer_of(peer, work, deadline_s, on_progress, expect=expect)
             took.append(work)
             if does_its_forward:
-                on_progress(Progress(Phase.FORWARDED, (Hop(2, "hog", "life"),), 0.0, 0.0))
+                on_progress(Progress((Hop(2, "hog", "life"),)))
             await ended.wait()
             return DONE
 
@@ -285,7 +290,7 @@ def test_who_gives_away_what_was_given_is_not_asked_again() -> None:
 
     async def main() -> None:
         for names in ({"a": "a"}, {"a": "b", "b": "a"}, {"a": "nobody"}):
-            liars = {liar: CallRefused(Code.REDIRECTED, taker, retry_after_s=0.001) for liar, taker in names.items()}
+            liars = {liar: redirected(taker, 0.001) for liar, taker in names.items()}
             dispatcher, node, neighbours = dispatch({**liars, "c": good})
             assert but_for_waits(await dispatcher.call(WORK, deadline_s=5, check=accept)) == DONE
             assert [peer for peer, _ in node.calls][-1] == "c"
@@ -328,7 +333,7 @@ def test_hints_lead_to_who_has_it_and_progress_makes_new_hints() -> None:
         below = Hop(3, "z", "life")
 
         def dies_after_forwarding(work: Work, on_progress: Any) -> Done:
-            on_progress(Progress(Phase.FORWARDED, (Hop(2, "b", "life"), below), 0.0, 0.0))
+            on_progress(Progress((Hop(2, "b", "life"), below)))
             raise LinkClosed("it died")
 
         dispatcher, node, _ = dispatch({"a": good, "b": dies_after_forwarding})
@@ -345,7 +350,7 @@ def test_hints_lead_to_who_has_it_and_progress_makes_new_hints() -> None:
 def test_the_router_hears_how_much_the_callee_holds() -> None:
     async def main() -> None:
         def tells(work: Work, on_progress: Any) -> Done:
-            on_progress(Progress(Phase.FORWARDED, (Hop(2, "a", "life"),), 0.0, 0.0, load_s=1.25))
+            on_progress(Progress((Hop(2, "a", "life"),), load_s=1.25))
             return replace(DONE, load_s=0.5)
 
         dispatcher, _, neighbours = dispatch({"a": tells})
@@ -373,12 +378,22 @@ def test_a_peer_on_a_slow_link_is_rated_by_its_link() -> None:
     assert router_options(lossy, 1).bytes_out == 0.0
 
 
+def test_a_stage_that_cannot_go_on_says_which_stage_downstream_lacks_peers() -> None:
+    async def main() -> None:
+        dispatcher, _, _ = dispatch({"a": CallRefused(Code.NOBODY, stage=WORK.stage + 3)})
+        with pytest.raises(Refusal) as caught:
+            await dispatcher.call(WORK, deadline_s=1.0, check=accept)
+        assert (caught.value.code, caught.value.stage) == (Code.NOBODY, WORK.stage + 3)
+
+    asyncio.run(main())
+
+
 def test_nobody_is_waited_for_until_the_deadline_and_then_said() -> None:
     async def main() -> None:
         dispatcher, node, neighbours = dispatch({"a": PeerUnreachable("gone for good")})
         with pytest.raises(Refusal) as caught:
             await dispatcher.call(WORK, deadline_s=1.0, check=accept)
-        assert caught.value.code == Code.NOBODY
+        assert (caught.value.code, caught.value.stage) == (Code.NOBODY, WORK.stage)
         assert "gone for good" in caught.value.text
         assert len(node.calls) > 1  # it is tried again: it may have come back
         assert neighbours.num_waits > 0

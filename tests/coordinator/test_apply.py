@@ -17,7 +17,7 @@ from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.prepare import PreparedStage
 from swarmtrain.observe.events import Event, Events, PeerLost
-from swarmtrain.p2p.errors import CallRefused, LinkClosed
+from swarmtrain.rpc.errors import CallRefused, LinkClosed
 from swarmtrain.wire.messages import Applied, Apply, Code, Heartbeat, Prepared
 
 SIGN = Heartbeat("run", 0, "serving", "1", 3, "d3", 0.0, 0.0, 0.0, 0.0, "", "")

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from swarmtrain.coordinator.blame import MAX_STRIKES, Blame, Reply
 from swarmtrain.coordinator.members import Member
-from swarmtrain.p2p.errors import CallRefused, NetError
+from swarmtrain.p2p.errors import NetError
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.wire.messages import Prepared, Unprepared
 
 MEMBER = Member("a", "1", 0, "serving", 3, "", 0.0, 0.0, 0.0, "", 0.0)

@@ -11,10 +11,11 @@ from typing import Any, cast
 import pytest
 
 from swarmtrain.coordinator.admission import MAX_DONORS, StageBook, StateOffer
+from swarmtrain.coordinator.context import Wait
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.coordinator.heartbeats import Heartbeats
 from swarmtrain.observe.events import Events
-from swarmtrain.p2p.errors import Refusal
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import STALLED, Code, Directive, FetchRun, Heartbeat, Hop, SeekStage
 from swarmtrain.wire.schema import encode
@@ -68,6 +69,26 @@ def test_a_peer_whose_device_hangs_does_not_count_and_gives_up_its_work_if_other
         assert not context.members.counts(Hop(1, "p", "1"))
         assert (await heartbeats.heartbeat(sign, "p")).directive is Directive.SERVE
         assert context.members.counts(Hop(1, "p", "1"))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_banned", [False, True])
+def test_a_verdict_says_in_fields_what_keeps_work_from_a_serving_peer(is_banned: bool) -> None:
+    async def main() -> None:
+        manifest = preset("nano")
+        router = SimpleNamespace(is_banned=lambda peer_id: is_banned)
+        dispatcher = SimpleNamespace(neighbours=SimpleNamespace(router=router))
+        stages = [StageBook("d3") for _ in range(manifest.stages.count)]
+        context = bare_context(manifest, step=3, stages=stages, dispatcher=cast(Any, dispatcher))
+        context.waits_for = Wait.for_peers(range(2, 1000))
+        sign = Heartbeat("run", 0, "serving", "1", 3, "d3", 0.0, 0.0, 0.0, 0.0, "", "")
+        verdict = await Heartbeats(context, lambda member: None).heartbeat(sign, "p")
+        encode(verdict)
+        assert verdict.is_banned is is_banned
+        assert verdict.empty_stages == (() if is_banned else tuple(range(2, 18)))
+        assert len(verdict.reason) < 120
+        assert verdict.reason.endswith("17 and 982 more has no peers") is not is_banned
 
     asyncio.run(main())
 

@@ -109,7 +109,7 @@ def test_a_full_disk_is_tried_ever_less_often_and_the_run_says_that_it_waits_for
     assert "/secret" not in str(ending.seen)  # peers are told it, and the page shows it
     told = [type(event).__name__ for event in ending.happened[1:]]
     assert told == [RunWaits.__name__, RunResumes.__name__]  # once, however many attempts there were
-    assert ending.context.waits_for == ""
+    assert ending.context.waits_for is None
 
 
 def test_peers_that_do_not_give_a_state_are_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,4 +161,4 @@ def test_a_run_that_goes_back_meanwhile_does_not_wait_for_the_disk_any_more(monk
         await ending.run._all_stages_served()
 
     asyncio.run(main())
-    assert ending.context.waits_for == ""
+    assert ending.context.waits_for is None

@@ -15,11 +15,11 @@ from chain.test_dispatch import FakeNeighbours
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.lease import Leases, ResizableSemaphore
-from swarmtrain.p2p.errors import CallRefused, Refusal
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import PeerView
+from swarmtrain.rpc.errors import CallRefused, Refusal
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Code, Done, Heartbeat, Hop, Phase, Progress, Work
+from swarmtrain.wire.messages import Code, Done, Heartbeat, Hop, Progress, Work
 from swarmtrain.wire.schema import Message
 
 from .contexts import bare_context
@@ -57,8 +57,8 @@ class Sharing(Pipeline):
     ) -> Done:
         if not work.is_stolen:
             await super().call(work)
-            raise CallRefused(Code.REDIRECTED, "second")
-        on_progress(Progress(Phase.FORWARDED, (), 0.0, 0.0))
+            raise CallRefused(Code.REDIRECTED, redirect_to="second")
+        on_progress(Progress(()))
         return Done(1.0, ROUTE, 0.0, 0.0, 0.0, b"")
 
 

@@ -10,7 +10,7 @@ from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.observe.events import Events
-from swarmtrain.p2p.errors import LinkClosed
+from swarmtrain.rpc.errors import LinkClosed
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Heartbeat
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from swarmtrain.observe import word
 from swarmtrain.observe.activity import Cause, PeerFacts, explain
 
 SERVING = PeerFacts("serving", stage=1, step=4, has_next=True, next_stage_peers=2)
@@ -40,26 +39,18 @@ def test_each_cause(facts: PeerFacts, cause: Cause, reason: str) -> None:
 
 
 def test_what_the_coordinator_says_explains_idleness() -> None:
-    told = word.understood(word.banned("calls to it failed"))
-    assert explain(replace(SERVING, word=told)).cause is Cause.BANNED
-    far = word.understood(word.no_peers([3, 5]))
-    assert far.empty_stages == {3, 5}
-    found = explain(replace(SERVING, word=far))
+    banned = replace(SERVING, is_banned=True, coordinator_says="calls to it failed")
+    found = explain(banned)
+    assert (found.cause, found.reason) == (Cause.BANNED, "calls to it failed")
+    far = replace(SERVING, empty_stages=(3, 5), coordinator_says="stage 3, 5 has no peers")
+    found = explain(far)
     assert (found.cause, found.reason) == (Cause.NO_LEASE, "no work has come: stage 3, 5 has no peers")
-    near = word.understood("stage 2 has no peers")  # its directory still lists peers that have died
-    assert explain(replace(SERVING, word=near)).cause is Cause.NEXT_STAGE_EMPTY
-
-
-def test_a_run_that_waits_for_very_many_stages_says_so_in_a_sentence_that_is_understood() -> None:
-    told = word.no_peers(list(range(2, 1000)))
-    assert len(told) < 120
-    assert told.endswith("17 and 982 more has no peers")
-    assert word.understood(told).empty_stages == set(range(2, 18))
-    assert explain(replace(SERVING, word=word.understood(told))).cause is Cause.NEXT_STAGE_EMPTY
+    near = replace(SERVING, empty_stages=(2,), coordinator_says="x")  # its directory still lists peers that have died
+    assert explain(near).cause is Cause.NEXT_STAGE_EMPTY
 
 
 def test_a_peer_that_computes_is_never_idle() -> None:
-    obstacles = replace(SERVING, next_stage_peers=0, capped_by="x", word=word.understood(word.banned("y")))
+    obstacles = replace(SERVING, next_stage_peers=0, capped_by="x", is_banned=True)
     assert explain(obstacles).cause is Cause.BANNED
     assert explain(replace(obstacles, is_computing=True)).cause is Cause.WORKING
 
@@ -69,9 +60,8 @@ def test_the_owners_wish_comes_first() -> None:
     assert explain(facts).cause is Cause.PAUSED
 
 
-@pytest.mark.parametrize("text", ["", "catching up", "stage x has no peers", "stage 9999999999 has no peers", "banned"])
-def test_words_that_are_not_understood_are_only_shown(text: str) -> None:
-    told = word.understood(text)
-    assert told.text == text
-    assert not told.banned
-    assert explain(replace(SERVING, word=told)).cause is Cause.NO_LEASE
+@pytest.mark.parametrize("text", ["", "catching up", "stage 2 has no peers", "banned: calls to it failed"])
+def test_sentences_are_shown_and_never_read(text: str) -> None:
+    found = explain(replace(SERVING, coordinator_says=text))
+    assert found.cause is Cause.NO_LEASE
+    assert text in found.reason

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from swarmtrain.chain.dispatch import Dispatcher
-from swarmtrain.p2p.errors import CallRefused, Refusal
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.peer.microbatch import Microbatches
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import PeerView
+from swarmtrain.rpc.errors import CallRefused, Refusal
 from swarmtrain.run.manifest import Manifest, parse_manifest
 from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
 from swarmtrain.wire.schema import encode

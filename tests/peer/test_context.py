@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer import context as context_module
 from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import Code
 
 

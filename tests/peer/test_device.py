@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.compute import FIRST_HANG_S, HANG_FACTOR, HANG_S, hang_limit_s
 from swarmtrain.peer.device import DeviceWatch
+from swarmtrain.rpc.errors import Refusal
 
 
 def test_slow_work_of_a_slow_machine_is_no_hang() -> None:

@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 from rpc.helpers import until
 
-from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer import microbatch as microbatch_module
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.peer.microbatch import Microbatches
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.meter import LinkEstimate
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, Done, Work

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from swarmtrain.p2p.errors import Refusal
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.steps import Steps
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import Code, Prepare, Prepared, Unprepared
 
 ENDED = Prepared(1.0, "sum", "")

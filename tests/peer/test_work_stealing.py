@@ -13,13 +13,13 @@ from typing import Any, cast
 import pytest
 from rpc.helpers import until
 
-from swarmtrain.p2p.errors import LinkClosed, Refusal
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.peer.microbatch import Microbatches
 from swarmtrain.peer.work_stealing import Thief
 from swarmtrain.route.work_stealing import NUM_ASKED
+from swarmtrain.rpc.errors import LinkClosed, Refusal
 from swarmtrain.rpc.meter import LinkEstimate
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, Done, Hop, StealReply, StealRequest, Work
@@ -295,11 +295,17 @@ class Busy:
         self.go = threading.Event()
         self._manifest, self._above = manifest, jobs_of(manifest, 0)
         self.callers: list[Caller] = []
-        self.occupied = asyncio.create_task(compute.run(Kind.STEP, -1, lambda: self.go.wait(20)))
+        self._is_occupied = threading.Event()
+        self.occupied = asyncio.create_task(compute.run(Kind.STEP, -1, self._occupy))
         compute.times.add(Kind.FORWARD, 2.0)  # so long do forwards take here
+
+    def _occupy(self) -> bool:
+        self._is_occupied.set()
+        return self.go.wait(20)
 
     async def take(self, microbatch: int, *, is_stolen: bool = False) -> asyncio.Task[Done]:
         """Asked for a microbatch; returns when that waits."""
+        await until(self._is_occupied.is_set, "the processor is taken: the job that takes it waits no more")
         ids = tokens(self._manifest, microbatch)
         boundary = self._above.forward(Entry(microbatch, ids, b""), 0).payload
         work = Work("run", 0, 1, 0, microbatch, 0, False, (), ids, boundary, is_stolen=is_stolen)
@@ -336,7 +342,7 @@ def test_what_would_be_done_last_goes_to_the_one_that_asks_and_the_rest_is_done(
         assert await busy.asked()
         with pytest.raises(Refusal) as caught:
             await tasks[0]
-        assert (caught.value.code, caught.value.text) == (Code.REDIRECTED, OTHERS[0])
+        assert (caught.value.code, caught.value.redirect_to) == (Code.REDIRECTED, OTHERS[0])
         assert {entry.microbatch for entry in busy.context.ledger} == {0, 1}
         busy.go.set()
         assert [len((await task).route) for task in tasks[1:]] == [1, 1]
@@ -369,7 +375,7 @@ def test_what_two_have_sent_goes_if_one_of_them_still_waits(manifest: Manifest) 
         for task in tasks[1:]:
             with pytest.raises(Refusal) as caught:
                 await task
-            assert (caught.value.code, caught.value.text) == (Code.REDIRECTED, OTHERS[0])
+            assert (caught.value.code, caught.value.redirect_to) == (Code.REDIRECTED, OTHERS[0])
         busy.go.set()
         await tasks[0]
         assert busy.context.ledger.accumulated() == {0}

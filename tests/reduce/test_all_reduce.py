@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.p2p.errors import CallRefused, PeerUnreachable, Refusal
+from swarmtrain.p2p.errors import PeerUnreachable
 from swarmtrain.reduce.all_reduce import AllReduce, AllReduceFailed
 from swarmtrain.reduce.partition import owned_elements
+from swarmtrain.rpc.errors import CallRefused, Refusal
 from swarmtrain.wire.messages import Prepare, ReducedPiece, ReduceShare, RosterEntry
 
 SIZE = 1000
@@ -35,7 +36,7 @@ class FakeNode:
         try:
             return await self._group[peer_id].take(part, self.peer_id)
         except Refusal as refusal:
-            raise CallRefused(refusal.code, refusal.text) from refusal
+            raise CallRefused.of(refusal.payload) from refusal
 
 
 def roster(num_peers: int, workers: set[int]) -> Prepare:

@@ -15,7 +15,7 @@ import torch
 from swarmtrain.checkpoint import Checkpoint, latest
 from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
 from swarmtrain.data.prepare import PrepareOptions, prepare
-from swarmtrain.p2p.errors import CallRefused
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.simulated.judge import References
 from swarmtrain.simulated.swarm import SimulatedSwarm

@@ -12,7 +12,7 @@ import pytest
 
 from swarmtrain.coordinator.journal import Journal
 from swarmtrain.coordinator.split_brain import StaleJournal, Superseded
-from swarmtrain.p2p.host_errors import BootstrapError
+from swarmtrain.p2p.errors import BootstrapError
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset
 from swarmtrain.simulated.judge import References, judge

@@ -17,8 +17,8 @@ from swarmtrain.chain.neighbours import stage_topic
 from swarmtrain.chain.rebalancing import INTENT_TOPIC, MoveRules
 from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
 from swarmtrain.model.sizes import id_type
-from swarmtrain.p2p.errors import CallRefused
 from swarmtrain.reduce.coding import stage_elements
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.simulated.judge import References
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 from swarmtrain.wire.messages import (

@@ -6,7 +6,8 @@ from typing import Any
 
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.errors import UsageError
-from swarmtrain.p2p.errors import PeerUnreachable, Refusal
+from swarmtrain.p2p.errors import PeerUnreachable
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.simulated.judge import References
 from swarmtrain.wire.messages import Code, FetchBasis
 

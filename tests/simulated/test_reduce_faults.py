@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swarmtrain.observe.events import PeerLost
-from swarmtrain.p2p.errors import Refusal
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.presets import preset
 from swarmtrain.simulated.judge import References, judge
 from swarmtrain.simulated.schedule import TINY

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
-from swarmtrain.p2p.errors import CallRefused
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.simulated.judge import References
 from swarmtrain.wire.messages import Code, FetchDigests, FetchRun, FetchState, ReduceShare, Work
 from swarmtrain.wire.schema import Message

@@ -37,7 +37,7 @@ def test_work_that_waits_goes_to_a_peer_that_has_none(simulated: Make, reference
         return sum(peer.status()["refused"].get("redirected", 0) for peer in swarm.serving(stage))
 
     wait_seen(swarm, lambda: num_given(0) > 0 and num_given(1) > 0, "both stages share their work")
-    asked = [peer.status()["traffic"]["sent"]["kinds"].get("request", {}) for peer in swarm.peers]
+    asked = [peer.status()["traffic"]["sent"]["kinds"].get("steal_request", {}) for peer in swarm.peers]
     assert sum(kind.get("num_messages", 0) for kind in asked) >= num_given(0) + num_given(1)
     assert_reference(swarm, references)
 

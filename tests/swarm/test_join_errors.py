@@ -13,7 +13,7 @@ import pytest
 from swarmtrain.errors import ExitCode
 from swarmtrain.observe.events import Events
 from swarmtrain.p2p.host import Host
-from swarmtrain.p2p.host_options import HostOptions
+from swarmtrain.p2p.network import HostOptions
 from swarmtrain.peer.coordinator_link import RunUnreachable
 from swarmtrain.peer.daemon import PeerDaemon
 from swarmtrain.peer.options import PeerOptions

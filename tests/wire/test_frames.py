@@ -59,18 +59,19 @@ def payload_of(frame: bytes) -> memoryview:
 def test_payloads_round_trip() -> None:
     start = Start("tensor", 2**40, 5000)
     assert frames.parse_start(payload_of(frames.pack_start(FrameType.REQUEST, 1, start))) == start
-    refusal = RefusalPayload("busy", "too much, später", 0.25)
+    refusal = RefusalPayload("busy", "too much, später", 0.25, redirect_to="12D3KooWThief", stage=1023)
     assert frames.parse_refusal(payload_of(frames.pack_refusal(FrameType.REFUSAL, 1, refusal))) == refusal
     assert frames.parse_pair(payload_of(frames.pack_pair(FrameType.CREDIT, 1, 5, 2**63))) == (5, 2**63)
     assert frames.parse_nonce(payload_of(frames.pack_nonce(FrameType.PING, 9))) == 9
 
 
 def test_long_texts_of_refusals_are_cut_and_never_too_large_for_a_frame() -> None:
-    frame = frames.pack_refusal(FrameType.REFUSAL, 1, RefusalPayload("c" * 500, "ä" * 5000, 1e30))
+    frame = frames.pack_refusal(FrameType.REFUSAL, 1, RefusalPayload("c" * 500, "ä" * 5000, 1e30, "p" * 500, 10**9))
     assert frames.parse_header(frame).length <= frames.MAX_CONTROL_BYTES
     parsed = frames.parse_refusal(payload_of(frame))
     assert parsed.code == "c" * frames.MAX_CODE_BYTES
     assert parsed.text.startswith("ä" * 500)
+    assert parsed.redirect_to == "p" * frames.MAX_PEER_ID_BYTES
 
 
 @settings(deadline=None, max_examples=200)
