@@ -114,7 +114,7 @@ class PeerObserver:
             "step": context.step,
             "microbatches": context.counters.microbatches,
             "from_ledger": context.counters.from_ledger,
-            "joined": context.counters.joined,
+            "coalesced": context.counters.joined,
             "evaluated": context.counters.evaluated,
             "replayed": context.counters.replayed,
             "refused": context.counters.refused,
@@ -133,7 +133,7 @@ class PeerObserver:
             "microbatch_s": {
                 "queue": context.counters.times.queue_s,
                 "compute": context.counters.times.compute_s,
-                "below": context.counters.times.below_s,
+                "downstream": context.counters.times.downstream_s,
             },
             "sync_percent": status.sync_percent,
             "codec_ratio": dict(self._ratios),

@@ -1,4 +1,4 @@
-"""Method names: what the study compares, as a text that becomes a manifest.
+"""Names of methods: text that describes what a study compares, and becomes a manifest.
 
     dense  subspace  projected  learned  matched     boundary kinds; a number is the width k, as in subspace16
     subspace8-tracked50-rate2                        with the subspace moved every 50 steps, at this boundary.track_rate
@@ -51,11 +51,11 @@ class Method:
     match_parameters: bool
     forward: str
     backward: str
-    critical_every: int  # of so many steps one has critical messages
+    critical_every: int  # one of so many steps has critical messages
 
     @property
     def file_name(self) -> str:
-        """The name, fit for a file."""
+        """The name as part of a file name."""
         return (
             self.name.replace("/", "_per_")
             .replace(":", "_")
@@ -93,7 +93,7 @@ class Method:
 
 
 def parse_method(text: str) -> Method:
-    """The method that `text` names. Raises UsageError that says what is allowed."""
+    """The method that `text` names; UsageError with what is allowed."""
     name = text.strip()
     scheduled = _EVERY.fullmatch(name)
     head, plus, tail = (scheduled[1] if scheduled else name).partition("+")
@@ -138,7 +138,7 @@ def parse_method(text: str) -> Method:
 
 
 def _changes(text: str, tail: str) -> dict[str, float]:
-    """What the endings of a boundary kind say."""
+    """The settings in the suffixes of a boundary kind."""
     found: dict[str, float] = {}
     position = 0
     while position < len(tail):
