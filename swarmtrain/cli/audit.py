@@ -1,4 +1,4 @@
-"""`swarmtrain audit`: prove from a run's journal that its books balance."""
+"""`swarmtrain audit`: check a run's journal: every microbatch once per stage, all replicas equal."""
 
 from __future__ import annotations
 

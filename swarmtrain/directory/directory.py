@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from swarmtrain.directory.dht import MAX_PARTS, DhtNode, place_of_topic
-from swarmtrain.directory.record_store import RecordStore, StoreLimits
 from swarmtrain.directory.records import (
     MAX_LIFE_S,
     Record,
     RecordChecker,
     RecordError,
+    RecordStore,
     Signer,
+    StoreLimits,
     TopicRule,
     Value,
     make_record,

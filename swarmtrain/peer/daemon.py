@@ -39,7 +39,7 @@ from swarmtrain.peer.syncing import Syncing
 from swarmtrain.route.moves import Mover
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.exchange import Exchange
-from swarmtrain.rpc.limiter import RateLimiter
+from swarmtrain.rpc.limits import RateLimiter
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.units import show_size

@@ -171,7 +171,7 @@ class Microbatches:
         try:
             context.faults.hit(Point.BEFORE_FORWARD)
             if entry.was_stolen:
-                context.faults.hit(Point.GIVEN_WORK)
+                context.faults.hit(Point.STOLEN_WORK)
             partner = ""
             if context.dispatcher is not None and context.jobs.codecs.has_sticky_routes:
                 partner = context.dispatcher.partner(len(work.tokens))

@@ -18,7 +18,7 @@ from swarmtrain.observe.split import Part
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.context import CONTACT_S, PeerContext
 from swarmtrain.peer.steps import Steps
-from swarmtrain.rpc.limiter import RateLimiter
+from swarmtrain.rpc.limits import RateLimiter
 from swarmtrain.units import show_rate, show_size
 from swarmtrain.wire.messages import Verdict
 
@@ -114,7 +114,7 @@ class PeerObserver:
             "step": context.step,
             "microbatches": context.counters.microbatches,
             "from_ledger": context.counters.from_ledger,
-            "joined": context.counters.joined,
+            "coalesced": context.counters.joined,
             "evaluated": context.counters.evaluated,
             "replayed": context.counters.replayed,
             "refused": context.counters.refused,
@@ -133,7 +133,7 @@ class PeerObserver:
             "microbatch_s": {
                 "queue": context.counters.times.queue_s,
                 "compute": context.counters.times.compute_s,
-                "below": context.counters.times.below_s,
+                "downstream": context.counters.times.downstream_s,
             },
             "sync_percent": status.sync_percent,
             "codec_ratio": dict(self._ratios),

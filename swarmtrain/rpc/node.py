@@ -9,24 +9,48 @@ from typing import TypeVar, overload
 
 from swarmtrain.p2p.errors import HostDownError, NetError, PeerUnreachable
 from swarmtrain.p2p.network import ByteStream, Transport
-from swarmtrain.rpc.budget import Budget
 from swarmtrain.rpc.calls import OnProgress
-from swarmtrain.rpc.core import HandlerTasks, LinkOptions, Shared
-from swarmtrain.rpc.counters import Traffic
 from swarmtrain.rpc.errors import CallTimeout, LinkClosed, MalformedAnswer, RefusalCode
-from swarmtrain.rpc.exchange import Handler
-from swarmtrain.rpc.limiter import RateLimiter
-from swarmtrain.rpc.link import Link
+from swarmtrain.rpc.exchange import Handler, call_locally
+from swarmtrain.rpc.limits import Budget, HandlerTasks, RateLimiter, Shared
+from swarmtrain.rpc.link import Link, LinkOptions
 from swarmtrain.rpc.link_table import LinkRecord, LinkSnapshot, LinkTable
-from swarmtrain.rpc.loopback import call_locally
-from swarmtrain.rpc.meter import LinkEstimate
-from swarmtrain.rpc.rejection import Rejection
+from swarmtrain.rpc.meter import LinkEstimate, Traffic
 from swarmtrain.units import MIB
+from swarmtrain.wire.frames import FrameType, RefusalPayload, pack_refusal
 from swarmtrain.wire.schema import Message, Registry
 
+_PATIENCE_S = 2.0
 MOVING_S = 86400.0  # the deadline of a call that lasts while it moves
-
 M = TypeVar("M", bound=Message)
+
+
+class Rejection:
+    """Reads and ignores what still comes over a stream that is not wanted, until the other end closes it."""
+
+    def __init__(self, stream: ByteStream, code: str, text: str) -> None:
+        self._stream = stream
+        self._scratch = memoryview(bytearray(4096))
+        self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, stream.abort)
+        stream.start(self)
+        stream.write(pack_refusal(FrameType.GOODBYE, 0, RefusalPayload(code, text)))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See `StreamReceiver`."""
+        return self._scratch
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        """See `StreamReceiver`."""
+
+    def stream_closed(self, error: Exception | None) -> None:
+        """See `StreamReceiver`."""
+        self._timer.cancel()
+
+    def pause_writing(self) -> None:
+        """See `StreamReceiver`."""
+
+    def resume_writing(self) -> None:
+        """See `StreamReceiver`."""
 
 
 @dataclass(frozen=True, slots=True)

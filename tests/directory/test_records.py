@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.directory.record_store import RecordStore, StoreLimits
 from swarmtrain.directory.records import (
     MAX_ENVELOPE_BYTES,
     MAX_VALUE_BYTES,
@@ -18,6 +17,8 @@ from swarmtrain.directory.records import (
     FlawedRecord,
     RecordChecker,
     RecordError,
+    RecordStore,
+    StoreLimits,
     TopicRule,
     dht_key,
     make_record,

@@ -12,9 +12,8 @@ import zlib
 import pytest
 
 from swarmtrain.rpc import calls
-from swarmtrain.rpc.core import LinkOptions
 from swarmtrain.rpc.errors import CallTimeout, MalformedAnswer, ProtocolViolation, Violation
-from swarmtrain.rpc.link import Link
+from swarmtrain.rpc.link import Link, LinkOptions
 from swarmtrain.wire import frames
 from swarmtrain.wire.frames import FrameType, Start
 from swarmtrain.wire.schema import encode

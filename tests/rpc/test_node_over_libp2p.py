@@ -15,9 +15,9 @@ import uvloop
 from swarmtrain.p2p.errors import NetError, PeerUnreachable
 from swarmtrain.p2p.host import Host
 from swarmtrain.p2p.network import HostOptions
-from swarmtrain.rpc.core import LinkOptions
 from swarmtrain.rpc.errors import LinkClosed
 from swarmtrain.rpc.exchange import Exchange
+from swarmtrain.rpc.link import LinkOptions
 from swarmtrain.rpc.node import Node, NodeOptions
 from swarmtrain.wire.schema import Message
 

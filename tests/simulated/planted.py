@@ -283,7 +283,7 @@ DEFECTS = (
         "a message whose checksum is wrong is taken as it is",
         (
             Change(
-                "rpc/receiver.py",
+                "rpc/frames.py",
                 "        if crc != header.crc:\n",
                 "        if crc != header.crc and header.length < 0:\n",
             ),
