@@ -179,8 +179,8 @@ DEFECTS = (
         (
             Change(
                 "reduce/shares.py",
-                "        summed = added(shares) if total is None else total\n",
-                "        summed = sum(added([share]).astype(np.float32) for share in shares)\n",
+                "        summed = add_shares(shares) if total is None else total\n",
+                "        summed = sum(add_shares([share]).astype(np.float32) for share in shares)\n",
             ),
         ),
     ),
