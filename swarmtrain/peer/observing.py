@@ -146,7 +146,7 @@ class PeerObserver:
             "microbatch_s": {
                 "queue": peer.counters.times.queue_s,
                 "compute": peer.counters.times.compute_s,
-                "below": peer.counters.times.below_s,
+                "downstream": peer.counters.times.downstream_s,
             },
             "sync_percent": status.sync_percent,
             "codec_ratio": dict(self._ratios),
