@@ -13,8 +13,7 @@ from typing import Protocol
 from swarmtrain.observe.control import Command, ControlServer
 from swarmtrain.observe.http import Handler, HttpServer, parse_address, same_port_as_before
 from swarmtrain.p2p.host import Host
-from swarmtrain.p2p.host_options import HostOptions
-from swarmtrain.p2p.network import NetworkHost
+from swarmtrain.p2p.network import HostOptions, NetworkHost
 
 
 class Door(Protocol):

@@ -13,7 +13,7 @@ from p2p.host_helpers import LOOPBACK, run
 from swarmtrain.doctor import Finding, Patient, Verdict, clock, device, disk, examine, exit_code, memory
 from swarmtrain.errors import ExitCode
 from swarmtrain.p2p.host import Host
-from swarmtrain.p2p.host_options import HostOptions
+from swarmtrain.p2p.network import HostOptions
 from swarmtrain.run.invite import Invite
 
 STRANGER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -80,7 +80,7 @@ def test_the_verb_ends_with_what_a_daemon_would_end_with(tmp_path: Path, nobody:
     assert done.code == 3
     assert f"bad     bootstrap  {nobody}: connection refused" in done.out
     assert "skipped run" in done.out
-    assert done.out.endswith("1 to mend before this machine can take part\n")
+    assert done.out.endswith("1 to fix before this machine can take part\n")
 
 
 def test_a_taken_port_is_a_finding(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from swarmtrain.chain.neighbours import Neighbours
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, NetError, PeerUnreachable, Refusal
-from swarmtrain.p2p.host_errors import HostDownError
+from swarmtrain.p2p.errors import HostDownError, NetError, PeerUnreachable
 from swarmtrain.route.views import Pick
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, Refusal
 from swarmtrain.rpc.node import Node
 from swarmtrain.wire.messages import Code, Done, Hop, Progress, Work
 from swarmtrain.wire.schema import Message

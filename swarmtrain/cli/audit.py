@@ -1,4 +1,4 @@
-"""`swarmtrain audit`: prove from a run's journal that its books balance."""
+"""`swarmtrain audit`: check a run's journal: every microbatch once per stage, all replicas equal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from swarmtrain.cli.options import JsonOption, print_json
 from swarmtrain.errors import ExitCode
+from swarmtrain.terminal import say
 
 
 def register(app: typer.Typer) -> None:
@@ -28,12 +29,12 @@ def audit(
     if as_json:
         print_json({**asdict(found), "passed": found.passed})
     else:
-        print(
+        say(
             f"{found.num_steps} steps, {found.num_entries} microbatches counted, "
             f"{found.num_replicas} replica digests, {found.num_checkpoints} checkpoints"
         )
         for fault in found.faults:
-            print(f"WRONG: {fault}")
-        print("passed: every microbatch once per stage, all replicas equal" if found.passed else "failed")
+            say(f"WRONG: {fault}", indent="    ")
+        say("passed: every microbatch once per stage, all replicas equal" if found.passed else "failed")
     if not found.passed:
         raise typer.Exit(ExitCode.DIVERGED)

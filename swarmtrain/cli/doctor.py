@@ -1,4 +1,4 @@
-"""`swarmtrain doctor`: can this machine take part, and if not, what is to be done?"""
+"""`swarmtrain doctor`: can this machine take part in a run, and if not, what has to be fixed?"""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from swarmtrain.cli.numbers import MAX_GPU, number
 from swarmtrain.cli.options import JsonOption, print_json, state_home
 from swarmtrain.cli.places import find_invite
 from swarmtrain.errors import UsageError
+from swarmtrain.terminal import say
 
 if TYPE_CHECKING:
     from swarmtrain.doctor import Finding
@@ -30,7 +31,7 @@ def doctor(
             help="The run to try; default: the coordinator of this machine, else the last run joined, else none.",
         ),
     ] = None,
-    gpu: Annotated[int | None, number(0, MAX_GPU, help="Look at this CUDA device instead of the CPU.")] = None,
+    gpu: Annotated[int | None, number(0, MAX_GPU, help="Check this CUDA device instead of the CPU.")] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Where the daemon would write; default: the XDG state directory.")
     ] = None,
@@ -39,7 +40,7 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at device, memory, disk, network daemon, ports, every bootstrap peer, clock and run; say what to mend."""
+    """Check device, memory, disk, network daemon, ports, every bootstrap peer, clock and run; say what to fix."""
     from swarmtrain.doctor import Patient, Verdict, examine, exit_code
     from swarmtrain.run.invite import parse_invite
 
@@ -57,16 +58,16 @@ def doctor(
         if as_json:
             print_json(finding.as_dict())
         else:
-            print(_line(finding), flush=True)
+            say_finding(finding)
 
     asyncio.run(examine(patient, tell))
     num_bad = sum(finding.verdict is Verdict.BAD for finding in findings)
     if as_json:
         print_json({"done": True, "bad": num_bad})
     elif num_bad:
-        print(f"{num_bad} to mend before this machine can take part")
+        print(f"{num_bad} to fix before this machine can take part")
     else:
-        print("this machine can take part" + ("" if text else ", as far as can be said without an invite"))
+        print("this machine can take part" + ("" if text else ", as far as can be checked without an invite"))
     raise typer.Exit(exit_code(findings))
 
 
@@ -78,6 +79,9 @@ def _known_invite(given: str | None) -> str:
         return ""
 
 
-def _line(finding: Finding) -> str:
-    line = f"{finding.verdict.value:<8}{finding.name:<10} {finding.detail}"
-    return f"{line}\n{'':19}{finding.fix}" if finding.fix else line
+def say_finding(finding: Finding) -> None:
+    """One line, and one for the fix."""
+    indent = " " * 19
+    say(f"{finding.verdict.value:<8}{finding.name:<10} {finding.detail}", indent=indent)
+    if finding.fix:
+        say(f"{indent}{finding.fix}", indent=indent)

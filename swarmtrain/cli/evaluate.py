@@ -10,17 +10,17 @@ import typer
 from swarmtrain.cli.numbers import MAX_COUNT, number
 from swarmtrain.cli.options import (
     CheckpointArgument,
-    Counter,
     DataOption,
     JsonOption,
     ThreadsOption,
     print_json,
     use_threads,
 )
+from swarmtrain.terminal import ProgressBar, counter
 
 
 class Switch(StrEnum):
-    """Two ways."""
+    """`on` or `off`."""
 
     on = "on"
     off = "off"
@@ -34,11 +34,9 @@ def register(app: typer.Typer) -> None:
 def evaluate(
     checkpoint: CheckpointArgument,
     microbatches: Annotated[
-        int | None, number(1, MAX_COUNT, help="Validation microbatches, at most all; default: as in training.")
+        int | None, number(1, MAX_COUNT, help="Validation microbatches; default: as many as in training.")
     ] = None,
-    codec: Annotated[
-        Switch, typer.Option(help="Send activations through the codec that the checkpoint was trained with, or not.")
-    ] = Switch.on,
+    codec: Annotated[Switch, typer.Option(help="Whether activations pass through the codec of training.")] = Switch.on,
     data: DataOption = None,
     as_json: JsonOption = False,
     threads: ThreadsOption = None,
@@ -51,9 +49,13 @@ def evaluate(
 
     opened = open_checkpoint(checkpoint)
     source = open_checkpoint_source(opened.manifest, data)
-    with Counter("microbatches") as counter:
+    with ProgressBar() as bar:
         result = run_evaluate(
-            opened, source, num_microbatches=microbatches, use_codec=codec is Switch.on, on_progress=counter
+            opened,
+            source,
+            num_microbatches=microbatches,
+            use_codec=codec is Switch.on,
+            on_progress=counter("microbatches", bar),
         )
     if as_json:
         print_json(result.as_json())

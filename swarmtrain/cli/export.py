@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import CheckpointArgument, Counter, DataOption, JsonOption, print_json
+from swarmtrain.cli.options import CheckpointArgument, DataOption, JsonOption, print_json
+from swarmtrain.terminal import ProgressBar, counter
 
 
 class Dtype(StrEnum):
@@ -25,10 +26,10 @@ def register(app: typer.Typer) -> None:
 
 def export(
     checkpoint: CheckpointArgument,
-    out: Annotated[Path, typer.Option(help="Directory to make; nothing is overwritten.")],
+    out: Annotated[Path, typer.Option(help="Directory to create; nothing is overwritten.")],
     dtype: Annotated[Dtype, typer.Option(help="Number format; only float32 keeps every bit.")] = Dtype.float32,
     ignore_codec: Annotated[
-        bool, typer.Option("--ignore-codec", help="Export although it was trained through a lossy codec.")
+        bool, typer.Option("--ignore-codec", help="Export a checkpoint although it was trained with a lossy codec.")
     ] = False,
     data: DataOption = None,
     as_json: JsonOption = False,
@@ -40,9 +41,9 @@ def export(
 
     opened = open_checkpoint(checkpoint)
     tokenizer = open_checkpoint_source(opened.manifest, data).open_tokenizer()
-    with Counter("tensors") as counter:
+    with ProgressBar() as bar:
         path = export_checkpoint(
-            opened, tokenizer, out, dtype=dtype.value, ignore_codec=ignore_codec, on_progress=counter
+            opened, tokenizer, out, dtype=dtype.value, ignore_codec=ignore_codec, on_progress=counter("tensors", bar)
         )
     if as_json:
         print_json({"done": True, "checkpoint": str(opened.path), "out": str(path)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,11 +18,11 @@ from swarmtrain.cli.options import (
     StepsOption,
     lock_directory,
     manifest_from,
-    on_terminal,
     print_json,
     state_home,
 )
 from swarmtrain.errors import UsageError
+from swarmtrain.terminal import ProgressBar, on_terminal
 from swarmtrain.units import parse_duration
 
 if TYPE_CHECKING:
@@ -47,15 +46,18 @@ def local(
     steps: StepsOption = None,
     set_: SetOption = None,
     state_dir: Annotated[
-        Path | None, typer.Option(help="Everything of the swarm; a run in it is resumed. Default: a new directory.")
+        Path | None,
+        typer.Option(help="Directory of the whole swarm; a run in it is resumed. Default: a new directory."),
     ] = None,
     threads: Annotated[int, number(1, MAX_THREADS, help="Compute threads of each peer.")] = 1,
-    kill_every: Annotated[str, typer.Option(help="Kill a peer every so often, e.g. 15s, and see it recover.")] = "",
+    kill_every: Annotated[
+        str, typer.Option(help="Kill a peer at this interval, e.g. 15s, and watch the recovery.")
+    ] = "",
     kill_coordinator: Annotated[
-        bool, typer.Option("--kill-coordinator", help="With --kill-every: now and then the coordinator, too.")
+        bool, typer.Option("--kill-coordinator", help="With --kill-every: sometimes kill the coordinator instead.")
     ] = False,
     seed: Annotated[int, number(-MAX_SEED, MAX_SEED, help="Chooses the victims of --kill-every.")] = 0,
-    sample: Annotated[int, number(0, 10**6, help="Bytes or tokens of text to generate at the end.")] = 200,
+    sample: Annotated[int, number(0, 10**6, help="Tokens of text to generate at the end.")] = 200,
     as_json: JsonOption = False,
 ) -> None:
     """Run coordinator and peers as real processes on this machine: the first thing to try."""
@@ -79,8 +81,9 @@ def local(
         kill_coordinator=kill_coordinator,
         seed=seed,
     )
-    show = _Json() if as_json else _Text(run.schedule.steps)
-    ended = asyncio.run(_run(LocalSwarm(options, show.event)))
+    with ProgressBar() as bar:
+        show = _Json() if as_json else _Text(run.schedule.steps, bar)
+        ended = asyncio.run(_run(LocalSwarm(options, show.event)))
     if ended is None:
         raise typer.Exit(0)
     show.done(ended, directory, sample)
@@ -111,10 +114,10 @@ class _Json:
 
 
 class _Text:
-    """Steps on one moving line; joins, losses and replays on lines of their own."""
+    """Steps as a bar, or a line per ten where no bar is drawn; a line for everything else that happens."""
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
+    def __init__(self, num_steps: int, bar: ProgressBar) -> None:
+        self.num_steps, self._bar = num_steps, bar
         self.serving: dict[str, int] = {}
 
     def event(self, event: dict[str, Any]) -> None:
@@ -122,22 +125,22 @@ class _Text:
         if kind == "step_applied":
             self._step(event)
         elif kind == "phase_reached" and event["phase"] == "page":
-            self._line(f"watch it: {event['detail']}")
+            self._bar.keep(f"watch it: {event['detail']}")
         elif kind == "peer_joined":
             self.serving[event["peer"]] = event["stage"]
-            self._line(f"peer {event['peer'][-6:]} serves stage {event['stage']}")
+            self._bar.keep(f"peer {event['peer'][-6:]} serves stage {event['stage']}")
         elif kind == "peer_lost":
             self.serving.pop(event["peer"], None)
-            self._line(f"peer {event['peer'][-6:]} of stage {event['stage']} lost: {event['reason']}")
+            self._bar.keep(f"peer {event['peer'][-6:]} of stage {event['stage']} lost: {event['reason']}")
         elif kind == "killed":
-            self._line(f"killed {event['victim']}" + (f" of stage {event['stage']}" if event["stage"] >= 0 else ""))
+            self._bar.keep(f"killed {event['victim']}" + (f" of stage {event['stage']}" if event["stage"] >= 0 else ""))
         elif kind == "work_replayed":
             count, stage = event["microbatches"], event["stage"]
-            self._line(f"step {event['step']}: {count} microbatches replayed for stage {stage}")
+            self._bar.keep(f"step {event['step']}: {count} microbatches replayed for stage {stage}")
         elif kind in ("run_waits", "run_rolled_back", "prepare_failed", "peer_diverged", "checkpoint_failed"):
             details = [f"{key} {value}" for key, value in event.items() if key not in ("event", "at", "from", "reason")]
             details += [event["reason"]] if event.get("reason") else []
-            self._line(f"{kind.replace('_', ' ')}: {', '.join(details)}")
+            self._bar.keep(f"{kind.replace('_', ' ')}: {', '.join(details)}")
 
     def _step(self, event: dict[str, Any]) -> None:
         left = (self.num_steps - event["step"]) * event["tokens"] / event["step"] / event["tokens_per_s"]
@@ -149,17 +152,12 @@ class _Text:
         )
         if event.get("val_loss") is not None:
             line += f"  validation {event['val_loss']:.4f}"
-        if on_terminal():
-            sys.stderr.write(f"\r\x1b[K{line}" + ("\n" if event.get("val_loss") is not None else ""))
-            sys.stderr.flush()
-        elif event["step"] % 10 == 0 or event["step"] == 1 or event.get("val_loss") is not None:
-            print(line, flush=True)
-
-    def _line(self, text: str) -> None:
-        if on_terminal():
-            print(f"\r\x1b[K{text}", file=sys.stderr, flush=True)
-        else:
-            print(text, flush=True)
+        is_noted = event["step"] % 10 == 0 or event["step"] == 1
+        if event.get("val_loss") is not None or (is_noted and not on_terminal()):
+            self._bar.keep(line)
+        speed = f"{event['tokens_per_s']:,.0f} tokens/s"
+        figures = f"step {event['step']}/{self.num_steps} loss {event['loss']:.4f} {speed} peers {counts}"
+        self._bar.update(event["step"], self.num_steps, figures)
 
     def done(self, ended: dict[str, Any], directory: Path, sample: int) -> None:
         loss = ended["val_loss"]

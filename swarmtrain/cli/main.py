@@ -1,4 +1,4 @@
-"""`swarmtrain VERB`: collects the verbs, and turns every expected error into one line and an exit code."""
+"""`swarmtrain VERB`: registers the verbs, and turns every expected error into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from swarmtrain.cli import (
 )
 from swarmtrain.cli.data import app as data_app
 from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.observe.logs import printable
 
 app = typer.Typer(
     name="swarmtrain",
@@ -56,7 +57,7 @@ def root(
         "--version",
         callback=_show_version,
         is_eager=True,
-        allow_from_autoenv=False,  # a variable of this name is somebody's note, not a wish
+        allow_from_autoenv=False,  # SWARMTRAIN_VERSION in the environment must not trigger --version
         help="Print the version.",
     ),
 ) -> None:
@@ -84,4 +85,4 @@ def main() -> None:
 def report(error: SwarmtrainError) -> None:
     """One line: the id, what is wrong, what to do."""
     line = f"{error.error_id}: {error}"
-    print(f"{line} ({error.fix})" if error.fix else line, file=sys.stderr)
+    print(printable(f"{line} ({error.fix})" if error.fix else line), file=sys.stderr)  # may quote another machine

@@ -1,4 +1,4 @@
-"""`swarmtrain plan`: what a run would do with a set of machines, before anything is started."""
+"""`swarmtrain plan`: predict what a run would do with a set of machines."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmtrain.cli.options import JsonOption, ManifestArgument, SetOption, manifest_from, print_json
+from swarmtrain.terminal import print_table, say
 from swarmtrain.units import show_size
 
 if TYPE_CHECKING:
     from swarmtrain.sim.plan import Forecast, StageForecast
+
+HEADERS = ("stage", "peers", "rate/s", "busy", "memory", "up/day", "down/day")
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +29,7 @@ def plan(
         typer.Option(
             "--peers",
             metavar="FILE[=COUNT]",
-            help="Peer profile and how many such machines, as in peers/gaming-gpu.toml=8. May be repeated."
+            help="Peer profile and number of such machines, as in peers/gaming-gpu.toml=8. May be repeated."
             " Default: two gaming GPUs at home per stage.",
         ),
     ] = None,
@@ -45,13 +48,18 @@ def plan(
     if as_json:
         print_json(result.as_dict())
         return
-    print(as_text(result))
+    for line in summary(result):
+        say(line)
+    say("")
+    print_table(HEADERS, table_rows(result), num_left=0)
+    say("")
+    say("rate: microbatches per second; busy: what the weakest stage lets it use; bytes: of one peer")
     if not peers:
-        print(f"without --peers: two per stage of {profiles[0][0].name}, {profiles[0][0].memory_gb:.3g} GB each")
+        say(f"without --peers: two per stage of {profiles[0][0].name}, {profiles[0][0].memory_gb:.3g} GB each")
 
 
-def as_text(result: Forecast) -> str:
-    """One screen; many equal stages in a row are one line."""
+def summary(result: Forecast) -> list[str]:
+    """The run as a whole."""
     lines = [f"{result.name}: {len(result.stages)} stages, {result.num_peers} peers"]
     lines += [f"  left out: {name} (its memory holds no stage)" for name in result.left_out]
     if result.empty_stages:
@@ -66,14 +74,17 @@ def as_text(result: Forecast) -> str:
             f"one step          {result.step_s:14,.1f} s, of which {result.reduce_s:.1f} s reduce gradients",
             f"short stage       {'none' if result.short_stage is None else result.short_stage:>14}",
         ]
-    lines += ["", f"{'stage':>11}{'peers':>7}{'rate/s':>10}{'busy':>7}{'memory':>11}{'up/day':>11}{'down/day':>11}"]
+    return lines
+
+
+def table_rows(result: Forecast) -> list[tuple[str, ...]]:
+    """One row for each stage under `HEADERS`, many equal ones in a row together, and one for the coordinator."""
+    rows: list[tuple[str, ...]] = []
     for group in _equal_in_a_row(result.stages):
         name = str(group[0].stage) if len(group) == 1 else f"{group[0].stage}-{group[-1].stage}"
-        lines.append(f"{name:>11}{_row(group[0])}")
+        rows.append((name, *_row(group[0])))
     up, down = result.coordinator_up_bytes_per_day, result.coordinator_down_bytes_per_day
-    lines.append(f"{'coordinator':>11}{'':>35}{show_size(up):>11}{show_size(down):>11}")
-    lines.append("\nrate: microbatches per second; busy: what the weakest stage lets it use; bytes: of one peer")
-    return "\n".join(lines)
+    return [*rows, ("coordinator", "", "", "", "", show_size(up), show_size(down))]
 
 
 def _equal_in_a_row(stages: Sequence[StageForecast]) -> list[list[StageForecast]]:
@@ -86,11 +97,9 @@ def _equal_in_a_row(stages: Sequence[StageForecast]) -> list[list[StageForecast]
     return groups
 
 
-def _row(stage: StageForecast) -> str:
-    return (
-        f"{stage.num_peers:>7}{stage.capacity:>10.3g}{stage.busy:>7.0%}{show_size(stage.memory_bytes):>11}"
-        f"{show_size(stage.up_bytes_per_day):>11}{show_size(stage.down_bytes_per_day):>11}"
-    )
+def _row(stage: StageForecast) -> tuple[str, ...]:
+    sizes = (stage.memory_bytes, stage.up_bytes_per_day, stage.down_bytes_per_day)
+    return str(stage.num_peers), f"{stage.capacity:.3g}", f"{stage.busy:.0%}", *map(show_size, sizes)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""One screen about a daemon, from its snapshot. Pure: the status verb prints it."""
+"""The lines of `swarmtrain status` about one daemon, from its snapshot. Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from swarmtrain.units import show_size
+
 Snapshot = Mapping[str, Any]
 
 
-def status_text(snapshot: Snapshot) -> str:
-    """What a person wants to know: what it does, why, since when, what next."""
+def status_lines(snapshot: Snapshot) -> list[str]:
+    """What the daemon does, why, since when, and what comes next. May contain control characters: print with `say`."""
     match snapshot["kind"]:
         case "coordinator":
-            return "\n".join(_run(snapshot))
+            return _run(snapshot)
         case "peer":
-            return "\n".join(_peer(snapshot))
-    return f"{snapshot.get('state_dir', '')}: {snapshot['state']} ({snapshot['reason']})"
+            return _peer(snapshot)
+    return [f"{snapshot.get('state_dir', '')}: {snapshot['state']} ({snapshot['reason']})"]
 
 
 def why(snapshot: Snapshot) -> str:
@@ -30,7 +32,7 @@ def why(snapshot: Snapshot) -> str:
 
 
 def shares(seconds: Mapping[str, Any]) -> str:
-    """`61 % compute, 20 % wire, 19 % idle (no_lease)`"""
+    """`61 % compute, 20 % wire, 19 % idle (mostly no_lease)`"""
     idle = seconds["idle"]
     parts = {**{name: value for name, value in seconds.items() if name != "idle"}, "idle": sum(idle.values())}
     total = sum(parts.values()) or 1.0
@@ -54,7 +56,7 @@ def _run(snapshot: Snapshot) -> list[str]:
             f"{last['tokens_per_s']:,.0f} tokens/s"
         )
     for stage, peers in enumerate(snapshot["stages"]):
-        names = ", ".join(f"{peer['peer'][-8:]} {peer['state']}" for peer in peers) or "nobody"
+        names = ", ".join(f"{peer['peer'][-8:]} {peer['state']}" for peer in peers) or "no peers"
         lines.append(f"  stage {stage}: {names}")
     if snapshot["page"]:
         lines.append(f"  page: {snapshot['page']}")
@@ -68,9 +70,9 @@ def _peer(snapshot: Snapshot) -> list[str]:
         lines.append(f"  next: {snapshot['next']}")
     lines.append(
         f"  step {snapshot['step']}, {snapshot['microbatches']} microbatches done, "
-        f"{snapshot['memory_bytes'] / 1e6:,.0f} MB of memory"
+        f"{show_size(snapshot['memory_bytes'])} of memory"
     )
-    sent, received = (snapshot["traffic"][side]["total_bytes"] / 1e6 for side in ("sent", "received"))
-    lines.append(f"  {sent:,.1f} MB sent, {received:,.1f} MB received")
+    sent, received = (show_size(snapshot["traffic"][side]["total_bytes"]) for side in ("sent", "received"))
+    lines.append(f"  {sent} sent, {received} received")
     lines.append(f"  time: {shares(snapshot['seconds'])}")
     return lines

@@ -1,4 +1,4 @@
-"""`swarmtrain study`: compare methods of compression on the same tokens."""
+"""`swarmtrain study`: compare compression methods on the same tokens."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from swarmtrain.cli.options import (
     ThreadsOption,
     lock_directory,
     manifest_from,
-    on_terminal,
     print_json,
     use_threads,
 )
 from swarmtrain.errors import StorageError
+from swarmtrain.terminal import ProgressBar
 
 if TYPE_CHECKING:
     from swarmtrain.study.results import RunResult
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LinkName(StrEnum):
-    """Links that wall-clock is projected to."""
+    """Links for which wall-clock time is projected."""
 
     slow = "20mbit"
     home = "80mbit"
@@ -49,17 +49,17 @@ def study(
     methods: Annotated[
         str, typer.Option(help="Joined by commas, as in dense,subspace8,quant4/quant8,subspace+quant8 (docs/study.md).")
     ],
-    out: Annotated[Path, typer.Option(help="Where results go. A study that is started again there goes on.")],
-    seeds: Annotated[int, number(1, 1000, help="Trainings of each method.")] = 3,
+    out: Annotated[Path, typer.Option(help="Directory of the results; a study that is started again there resumes.")],
+    seeds: Annotated[int, number(1, 1000, help="Trainings per method.")] = 3,
     steps: StepsOption = None,
     set_: SetOption = None,
-    link: Annotated[LinkName, typer.Option(help="For the plot of loss against time.")] = LinkName.home,
+    link: Annotated[LinkName, typer.Option(help="Link for the plot of loss against time.")] = LinkName.home,
     stage_seconds: Annotated[
         float | None,
         number(
             0,
             MAX_SECONDS,
-            help="Computing of one stage per token, for projected time. Without it: the median of all trainings.",
+            help="Compute seconds per token and stage, for projected time; default: the median of all trainings.",
         ),
     ] = None,
     plots: Annotated[bool, typer.Option(help="Draw plots (needs matplotlib).")] = True,
@@ -76,11 +76,12 @@ def study(
     run.runs()  # every method must make a valid manifest before the first is trained
     lock_directory(out)
     known = run.results()
-    show = _Show(as_json)
-    if known:
-        show.note(f"{len(known)} trainings were finished before")
-    for result in run.train(show.step):
-        show.result(result)
+    with ProgressBar() as bar:
+        show = _Show(as_json, bar)
+        if known:
+            show.note(f"{len(known)} trainings were finished before")
+        for result in run.train(show.step):
+            show.result(result)
     _write(run.results(), out, link if plots else None, stage_seconds, show)
 
 
@@ -103,8 +104,8 @@ def _write(results: list[RunResult], out: Path, link: str | None, stage_s: float
 class _Show:
     """Progress for people, or one object per line."""
 
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
+    def __init__(self, as_json: bool, bar: ProgressBar) -> None:
+        self._as_json, self._bar = as_json, bar
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr if self._as_json else sys.stdout, flush=True)
@@ -112,19 +113,19 @@ class _Show:
     def step(self, progress: Progress) -> None:
         if self._as_json:
             print_json({"event": "progress", **asdict(progress)})
-        elif on_terminal():
-            sys.stderr.write(
-                f"\r\x1b[K{progress.method}, seed {progress.seed} ({progress.run} of {progress.num_runs})  "
-                f"step {progress.step}/{progress.num_steps}  loss {progress.loss:.4f}  {progress.left_s:.0f} s left"
+        else:
+            self._bar.update(
+                round(1000 * (progress.run - 1 + progress.step / progress.num_steps)),
+                1000 * progress.num_runs,
+                f"{progress.method}, seed {progress.seed} ({progress.run} of {progress.num_runs})  "
+                f"step {progress.step}/{progress.num_steps}  loss {progress.loss:.4f}",
             )
-            sys.stderr.flush()
 
     def result(self, result: RunResult) -> None:
         if self._as_json:
             print_json({"event": "result", **asdict(result)})
             return
-        if on_terminal():
-            sys.stderr.write("\r\x1b[K")
+        self._bar.close()
         loss = f"diverged: {result.diverged}" if result.val_loss is None else f"validation {result.val_loss:.4f}"
         sent = result.costs.forward_bytes + result.costs.backward_bytes
         print(f"{result.method:<28} seed {result.seed:<3} {loss}  {sent:8.1f} bytes/token", flush=True)

@@ -1,4 +1,4 @@
-"""`swarmtrain top`: the whole swarm, live, in the terminal."""
+"""`swarmtrain top`: a live view of the whole swarm in the terminal."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
+from rich.live import Live
 
 from swarmtrain.cli.numbers import number
 from swarmtrain.cli.places import running
-from swarmtrain.cli.top_text import Line, frame
+from swarmtrain.cli.top_text import BAD, frame, line
 from swarmtrain.errors import ExitCode, SwarmtrainError, UsageError
+from swarmtrain.terminal import console
 
-LOOK_BACK_S = 30.0  # shares of time are over about so long
+LOOK_BACK_S = 30.0  # shares of time are means over about so long
 MAX_ANSWER_BYTES = 32 << 20
-_COLOURS = {"title": "1", "good": "32", "warn": "33", "bad": "31", "faint": "2"}
 
 
 class PageUnreachable(SwarmtrainError):
@@ -45,44 +47,44 @@ def top(
     url: Annotated[
         str | None, typer.Argument(help="The coordinator's page; default: that of the coordinator on this machine.")
     ] = None,
-    interval: Annotated[float, number(0.2, 3600, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and end; so does a pipe.")] = False,
+    interval: Annotated[float, number(0.2, 3600, help="Seconds between updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit, as in a pipe.")] = False,
 ) -> None:
-    """The whole swarm, live: stages, peers, links, where the time goes. `q` ends it."""
+    """Show the whole swarm live: stages, peers, links, where the time goes. `q` quits."""
     source = Source(_address(url))
     if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
         size = shutil.get_terminal_size((120, 40))
-        for line in source.frame(size.columns, size.lines):
-            print(line.text)
+        console(sys.stdout, size.columns).print(source.frame(size.columns, size.lines))
         return
-    with _screen() as wants_end:
+    terminal = console(sys.stdout)
+    live = Live(console=terminal, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    with _keyboard() as wants_end, live:
         while True:
-            size = shutil.get_terminal_size()
-            _show(source.frame(size.columns, size.lines, patient=True))
+            live.update(source.frame(terminal.width, terminal.height, patient=True), refresh=True)
             if wants_end(interval):
                 return
 
 
 class Source:
-    """Reads the page's API, and remembers what a frame needs of the past."""
+    """Reads the API of the page and keeps the past snapshots that a frame needs."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._past: deque[dict[str, Any]] = deque()
         self._losses: list[float] = []
 
-    def frame(self, width: int, height: int, *, patient: bool = False) -> list[Line]:
-        """What to show now. With `patient`, a page that does not answer is a line in the last frame, not an error."""
+    def frame(self, width: int, height: int, *, patient: bool = False) -> Group:
+        """The current frame. With `patient`, a page that does not answer is a line in the last frame, not an error."""
         try:
             self._look()
         except PageUnreachable as error:
             if not patient or not self._past:
                 raise
-            last = self._frame(width, height)
-            return [last[0], Line(f"{error}; trying again"[:width], "bad"), *last[2:]]
+            last = self._frame(width, height).renderables
+            return Group(last[0], line(f"{error}; trying again", BAD), *last[2:])
         return self._frame(width, height)
 
-    def _frame(self, width: int, height: int) -> list[Line]:
+    def _frame(self, width: int, height: int) -> Group:
         return frame(self._past[-1], self._past[0], self._losses, width, height)
 
     def _look(self) -> None:
@@ -120,11 +122,13 @@ def _address(url: str | None) -> str:
 
 
 @contextlib.contextmanager
-def _screen() -> Iterator[Callable[[float], bool]]:
-    """The terminal for ourselves, and back as it was. Gives a function that waits, and says whether to end."""
+def _keyboard() -> Iterator[Callable[[float], bool]]:
+    """Keys arrive one by one meanwhile. Yields a function that waits for so many seconds, and is true if asked to end.
+
+    Ctrl-C ends the block without an error; the terminal is as it was afterwards.
+    """
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
-    sys.stdout.write("\x1b[?1049h\x1b[?25l")
 
     def wants_end(seconds: float) -> bool:
         ends_at = time.monotonic() + seconds
@@ -140,12 +144,4 @@ def _screen() -> Iterator[Callable[[float], bool]]:
     except KeyboardInterrupt:
         pass
     finally:
-        sys.stdout.write("\x1b[?25h\x1b[?1049l")
-        sys.stdout.flush()
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
-
-
-def _show(lines: list[Line]) -> None:
-    coloured = [f"\x1b[{_COLOURS[line.look]}m{line.text}\x1b[0m" if line.look else line.text for line in lines]
-    sys.stdout.write("\x1b[H" + "\n".join(f"{text}\x1b[K" for text in coloured) + "\x1b[J")
-    sys.stdout.flush()

@@ -1,46 +1,52 @@
-"""One frame of `swarmtrain top`, from snapshots. Pure: plain lines that fit the window, and how each is to look.
+"""One frame of `swarmtrain top`, from snapshots, as something that rich draws. Pure.
 
-Names and reasons come from other machines: whatever is not printable is shown as `?`.
+Names and reasons come from other machines: what is not printable is shown as `?`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from swarmtrain.cli.status_text import why
 from swarmtrain.observe.logs import printable
 
 Snapshot = Mapping[str, Any]
+GOOD, WARNING, BAD, FAINT, TITLE = "green", "yellow", "red", "dim", "bold"
 _BARS = "▁▂▃▄▅▆▇█"
 _PARTS = ("compute", "queue", "wire", "reduce", "idle")
-_WIDTH_OF_PARTS = 34
+_NAME_WIDTH = 15
+_MIN_WIDTH_OF_PARTS = 105  # narrower windows leave the columns of the time split out
 _FIXED = 9  # lines besides peers, links and events
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line and how it is to look: "", "title", "good", "warn", "bad" or "faint"."""
-
-    text: str
-    look: str = ""
-
-
-def frame(now: Snapshot, before: Snapshot, losses: Sequence[float], width: int, height: int) -> list[Line]:
+def frame(now: Snapshot, before: Snapshot, losses: Sequence[float], width: int, height: int) -> Group:
     """The window's content. `before` is an older snapshot: shares of time are of the time since then."""
-    lines = [*_head(now, losses, width), *_table(now, before, max(3, height - _FIXED - _num_events(height)), width)]
-    room = height - len(lines) - 1
-    if room > 2:
-        links = _links(now)
-        if links:
-            lines += [Line(""), Line("busiest links  " + links, "faint")]
-    room = height - len(lines) - 1
-    if room > 1:
-        news = now.get("news", [])[-(room - 1) :]
-        lines += [Line(""), *(_event(item) for item in reversed(news))]
-    return [Line(printable(line.text)[:width], line.look) for line in lines[:height]]
+    lines: list[RenderableType] = _head(now, losses, width)[:height]
+    room = min(max(3, height - _FIXED - _num_events(height)), height - len(lines) - 1)
+    room_below = height - len(lines) - 1
+    if room > 0:
+        table = _table(now, before, room, width)
+        room_below -= table.row_count
+        lines.append(table)
+    links = _links(now)
+    if room_below > 3 and links:
+        lines += [Text(""), line("busiest links  " + links, FAINT)]
+        room_below -= 2
+    if room_below > 2:
+        news = now.get("news", [])[-(room_below - 2) :]
+        lines += [Text(""), *(_event(item) for item in reversed(news))]
+    return Group(*lines)
+
+
+def line(text: str, style: str = "") -> Text:
+    """One line of the window, cut where it ends."""
+    return Text(printable(text), style, no_wrap=True, overflow="ellipsis")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -53,8 +59,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BARS[round((value - low) * scale)] for value in shown)
 
 
-def _head(now: Snapshot, losses: Sequence[float], width: int) -> list[Line]:
-    last, look = now["last"] or {}, {"training": "good", "complete": "good"}.get(now["state"], "warn")
+def _head(now: Snapshot, losses: Sequence[float], width: int) -> list[RenderableType]:
+    last, style = now["last"] or {}, {"training": GOOD, "complete": GOOD}.get(now["state"], WARNING)
     numbers = [f"step {now['step']}/{now['steps']}"]
     if last:
         numbers.append(f"loss {last['loss']:.4f}")
@@ -63,15 +69,15 @@ def _head(now: Snapshot, losses: Sequence[float], width: int) -> list[Line]:
     if last:
         numbers.append(f"{last['tokens_per_s']:,.0f} tokens/s")
     numbers.append(f"checkpoint at {now['checkpoint_step']}")
-    lines = [
-        Line(f"{now['name']}  run {now['run']}", "title"),
-        Line(why(now) + (f"; next: {now['next']}" if now["next"] else ""), look),
-        Line("  ".join(numbers)),
-    ]
     bars = sparkline(losses, min(60, width - 6))
-    lines.append(Line(f"loss  {bars}" if bars else "", "faint"))
-    lines.append(Line(_split(now["split"]), "faint"))
-    return [*lines, Line("")]
+    return [
+        line(f"{now['name']}  run {now['run']}", TITLE),
+        line(why(now) + (f"; next: {now['next']}" if now["next"] else ""), style),
+        line("  ".join(numbers)),
+        line(f"loss  {bars}" if bars else "", FAINT),
+        line(_split(now["split"]), FAINT),
+        Text(""),
+    ]
 
 
 def _split(split: Snapshot | None) -> str:
@@ -82,31 +88,47 @@ def _split(split: Snapshot | None) -> str:
     return "last step  " + "  ".join(f"{name} {s:.2f} s {100 * s / total:.0f} %" for name, s in parts.items())
 
 
-def _table(now: Snapshot, before: Snapshot, room: int, width: int) -> list[Line]:
+def _table(now: Snapshot, before: Snapshot, room: int, width: int) -> Table:
+    """At most `room` rows: a peer each, and one for every stage that has none."""
     older = {peer["peer"]: peer for peers in before["stages"] for peer in peers}
-    head = f"{'STAGE':<6}{'PEER':<17}{'STATE':<14}{'STEP':>7}{'DONE':>9}{'FWD+BWD':>10}{'LAST':>6}  "
-    if width >= len(head) + _WIDTH_OF_PARTS:
-        head += " ".join(f"{part[:6].upper():>6}" for part in _PARTS)
-    rows: list[Line] = []
-    for stage, peers in enumerate(now["stages"]):
-        if not peers:
-            rows.append(Line(f"{stage:<6}nobody", "bad"))
-        rows += [_peer(peer, older.get(peer["peer"]), width >= len(head)) for peer in peers]
-    if len(rows) > room:
-        rows = [*rows[: room - 1], Line(f"      and {len(rows) - room + 1} more", "faint")]
-    return [Line(head, "title"), *rows]
+    with_parts = width >= _MIN_WIDTH_OF_PARTS
+    table = Table(box=None, pad_edge=False, header_style=TITLE)
+    for name in ("STAGE", "PEER", "STATE"):
+        table.add_column(name, no_wrap=True)
+    for name in ("STEP", "DONE", "FWD+BWD", "LAST", *(part[:6].upper() for part in _PARTS if with_parts)):
+        table.add_column(name, justify="right", no_wrap=True)
+    peers = [(stage, peer) for stage, members in enumerate(now["stages"]) for peer in members or [None]]
+    num_shown = len(peers) if len(peers) <= room else room - 1
+    for stage, peer in peers[:num_shown]:
+        if peer is None:
+            table.add_row(str(stage), "no peers", style=BAD)
+        else:
+            style = BAD if peer["doubt"] else "" if peer["state"] == "serving" else WARNING
+            table.add_row(*_cells(peer, older.get(peer["peer"]), with_parts), style=style)
+    if num_shown < len(peers):
+        table.add_row("", f"and {len(peers) - num_shown} more", style=FAINT)
+    return table
 
 
-def _peer(peer: Snapshot, older: Snapshot | None, with_parts: bool) -> Line:
-    state = "link broken" if peer["doubt"] else peer["state"]
-    look = "bad" if peer["doubt"] else "" if peer["state"] == "serving" else "warn"
-    busy_ms = peer["forward_ms"] + peer["backward_ms"]
-    name = printable(peer["name"])[:15] or peer["peer"][-8:]
-    text = f"{peer['stage']:<6}{name:<17}{state:<14}{peer['step']:>7}{peer['microbatches']:>9}"
-    text += f"{busy_ms:>7.1f} ms{peer['silent_s']:>4.0f} s  "
+def _cells(peer: Snapshot, older: Snapshot | None, with_parts: bool) -> list[Text]:
+    cells = [
+        str(peer["stage"]),
+        _name(peer),
+        "link broken" if peer["doubt"] else peer["state"],
+        str(peer["step"]),
+        str(peer["microbatches"]),
+        f"{peer['forward_ms'] + peer['backward_ms']:.1f} ms",
+        f"{peer['silent_s']:.0f} s",
+    ]
     if with_parts:
-        text += " ".join(f"{share:>4.0f} %" for share in _shares(peer["spent"], older["spent"] if older else {}))
-    return Line(text, look)
+        cells += [f"{share:.0f} %" for share in _shares(peer["spent"], older["spent"] if older else {})]
+    return [line(cell) for cell in cells]
+
+
+def _name(peer: Snapshot) -> str:
+    name = Text(printable(peer["name"]))
+    name.truncate(_NAME_WIDTH)  # by the width of its characters in a terminal
+    return name.plain or str(peer["peer"][-8:])
 
 
 def _shares(spent: Mapping[str, float], older: Mapping[str, float]) -> list[float]:
@@ -119,17 +141,15 @@ def _shares(spent: Mapping[str, float], older: Mapping[str, float]) -> list[floa
 
 
 def _links(now: Snapshot) -> str:
-    names = {
-        peer["peer"]: printable(peer["name"])[:15] or peer["peer"][-8:] for peers in now["stages"] for peer in peers
-    }
+    names = {peer["peer"]: _name(peer) for peers in now["stages"] for peer in peers}
     routes = sorted(now["routes"], key=lambda route: -route["share"])[:6]
     known = [route for route in routes if route["from"] in names and route["to"] in names]
     return "  ".join(f"{names[route['from']]} → {names[route['to']]} {100 * route['share']:.0f} %" for route in known)
 
 
-def _event(item: Snapshot) -> Line:
+def _event(item: Snapshot) -> Text:
     clock = time.strftime("%H:%M:%S", time.localtime(item["at"]))
-    return Line(f"{clock}  {item['line']}", "faint")
+    return line(f"{clock}  {item['line']}", FAINT)
 
 
 def _num_events(height: int) -> int:

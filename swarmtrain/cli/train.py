@@ -17,11 +17,11 @@ from swarmtrain.cli.options import (
     ThreadsOption,
     lock_directory,
     manifest_from,
-    on_terminal,
     print_json,
     state_home,
     use_threads,
 )
+from swarmtrain.terminal import ProgressBar, on_terminal
 
 if TYPE_CHECKING:
     from swarmtrain.reference import StepReport
@@ -37,12 +37,15 @@ def train(
     steps: StepsOption = None,
     set_: SetOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where checkpoints go and training resumes; default: the XDG state directory.")
+        Path | None,
+        typer.Option(
+            help="Directory of checkpoints, from which training resumes; default: in the XDG state directory."
+        ),
     ] = None,
     as_json: JsonOption = False,
     threads: ThreadsOption = None,
 ) -> None:
-    """Train a manifest in one process, no network: the reference. Resumes where OUT left off."""
+    """Train a manifest in one process without a network: the reference. Resumes from the last checkpoint in OUT."""
     run = manifest_from(manifest, set_, steps)
     use_threads(threads)
     directory = out or state_home() / "train" / f"{run.run.name}-{run.digest()[:12]}"
@@ -50,12 +53,13 @@ def train(
     from swarmtrain.reference import ReferenceTrainer
 
     trainer = ReferenceTrainer(run, out=directory)
-    show = _Json() if as_json else _Text(run.schedule.steps)
-    if trainer.resumed_from is not None:
-        show.note(f"resuming from {trainer.resumed_from}")
     report: StepReport | None = None
-    for report in trainer.run():
-        show.step(report)
+    with ProgressBar() as bar:
+        show = _Json() if as_json else _Text(run.schedule.steps, bar)
+        if trainer.resumed_from is not None:
+            show.note(f"resuming from {trainer.resumed_from}")
+        for report in trainer.run():
+            show.step(report)
     val_loss = report.val_loss if report else trainer.validate()
     path = report.checkpoint if report else str(trainer.resumed_from)
     show.done(str(path), val_loss)
@@ -73,10 +77,10 @@ class _Json:
 
 
 class _Text:
-    """A line per noteworthy step; on a terminal also a moving one with the estimate."""
+    """A line per validation, and one per ten steps where no bar is drawn."""
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
+    def __init__(self, num_steps: int, bar: ProgressBar) -> None:
+        self.num_steps, self._bar = num_steps, bar
 
     def note(self, text: str) -> None:
         print(text)
@@ -89,11 +93,10 @@ class _Text:
         )
         if report.val_loss is not None:
             line += f"  validation {report.val_loss:.4f}"
-        if on_terminal():
-            sys.stderr.write(f"\r\x1b[K{line}" + ("\n" if report.val_loss is not None else ""))
-            sys.stderr.flush()
-        elif report.val_loss is not None or report.step % 10 == 0 or report.step == 1:
-            print(line, flush=True)
+        if report.val_loss is not None or (not on_terminal() and (report.step % 10 == 0 or report.step == 1)):
+            self._bar.keep(line)
+        figures = f"step {report.step}/{self.num_steps}  loss {report.loss:.4f}  {report.tokens_per_s:,.0f} tokens/s"
+        self._bar.update(report.step, self.num_steps, figures)
 
     def done(self, checkpoint: str, val_loss: float | None) -> None:
         loss = "none (no validation tokens)" if val_loss is None else f"{val_loss:.4f}"

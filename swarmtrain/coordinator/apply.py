@@ -16,7 +16,8 @@ from swarmtrain.coordinator.journal import Decision
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.prepare import PreparedStage
 from swarmtrain.observe.events import PeerDiverged
-from swarmtrain.p2p.errors import CallRefused, NetError
+from swarmtrain.p2p.errors import NetError
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.wire.messages import Acknowledged, Applied, Apply, Code, Prepared, Resync
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from swarmtrain.coordinator.members import Member
-from swarmtrain.p2p.errors import CallRefused, NetError
+from swarmtrain.p2p.errors import NetError
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.wire.messages import Prepared, Unprepared
 
 MAX_STRIKES = 2

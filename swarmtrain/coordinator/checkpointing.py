@@ -22,8 +22,8 @@ from swarmtrain.errors import HardwareError, StorageError
 from swarmtrain.model.buffers import StateLayout
 from swarmtrain.observe.events import CheckpointFailed, CheckpointWritten
 from swarmtrain.observe.faults import Point
-from swarmtrain.p2p.errors import Refusal
 from swarmtrain.reduce.coding import gradient_spec
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import ChunkDigests, Code, FetchDigests, FetchState, StateChunk
 

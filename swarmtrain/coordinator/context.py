@@ -18,7 +18,7 @@ from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.observe.events import Events, PeerLost
 from swarmtrain.observe.faults import Faults
-from swarmtrain.p2p.host_errors import HostDownError
+from swarmtrain.p2p.errors import HostDownError
 from swarmtrain.rpc.calls import OnProgress
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest

@@ -45,11 +45,11 @@ from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.status import MAX_POINTS
-from swarmtrain.p2p.errors import LinkClosed, NetError, Refusal
-from swarmtrain.p2p.host_options import HostOptions
+from swarmtrain.p2p.errors import NetError
 from swarmtrain.p2p.identity import RunKey
-from swarmtrain.p2p.network import NetworkHost
+from swarmtrain.p2p.network import HostOptions, NetworkHost
 from swarmtrain.reduce.coding import gradient_spec
+from swarmtrain.rpc.errors import LinkClosed, Refusal
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.invite import Invite, run_id_of

@@ -12,7 +12,7 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.split_brain import HOLDS_STATE, check_peers
 from swarmtrain.observe.events import PeerJoined, PeerLost
-from swarmtrain.p2p.errors import Refusal
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import Code, Directive, Heartbeat, Verdict
 from swarmtrain.wire.peer_report import STALLED, PeerReport
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from swarmtrain.errors import ExitCode, SwarmtrainError
-from swarmtrain.p2p.host_errors import StateDirectoryInUseError
+from swarmtrain.p2p.errors import StateDirectoryInUseError
 
 
 class JournalError(SwarmtrainError):

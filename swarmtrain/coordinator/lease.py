@@ -13,9 +13,9 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.sizes import id_type
 from swarmtrain.observe.events import WorkReplayed
-from swarmtrain.p2p.errors import NetError, Refusal
-from swarmtrain.p2p.host_errors import HostDownError
+from swarmtrain.p2p.errors import HostDownError, NetError
 from swarmtrain.route.window import InFlightWindow, LeaseDeadlines, stepwise
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.schedule import mean_loss
 from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
 

@@ -12,10 +12,10 @@ from swarmtrain.chain.rebalancing import Costs, MoveRules, RebalanceRule, with_k
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member as Verdict
 from swarmtrain.observe.events import MoveGranted, MoveRefused
-from swarmtrain.p2p.errors import Refusal
 from swarmtrain.route.moves import LeaveRequest, MoveArbiter
 from swarmtrain.route.rebalance import Member, stage_capacities
 from swarmtrain.route.views import narrower
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import AskMove, Code, MoveAnswered, SeekStage, StageFound
 
 RESERVED_S = 120.0  # how long a peer that was sent somewhere is counted there before it has shown up

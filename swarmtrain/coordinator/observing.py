@@ -17,7 +17,7 @@ from swarmtrain.coordinator.members import Member
 from swarmtrain.observe.events import PeerDoubted
 from swarmtrain.observe.keeper import RerouteNews, StatusKeeper
 from swarmtrain.observe.split import Part
-from swarmtrain.p2p.errors import LinkClosed
+from swarmtrain.rpc.errors import LinkClosed
 
 WATCH_S = 1.0
 MAX_CONTRIBUTORS = 200

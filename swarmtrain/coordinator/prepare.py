@@ -18,12 +18,12 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.model.buffers import StateLayout
 from swarmtrain.observe.events import PrepareFailed, StagePrepared
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, LinkClosed, NetError, PeerSilent
-from swarmtrain.p2p.host_errors import HostDownError
+from swarmtrain.p2p.errors import HostDownError, NetError
 from swarmtrain.reduce.coding import stage_elements
 from swarmtrain.reduce.partition import owned_elements
 from swarmtrain.reduce.selective import StageCompression
 from swarmtrain.rpc.calls import OnProgress
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, PeerSilent
 from swarmtrain.wire.messages import Code, Prepare, Prepared, Preparing, RosterEntry, Unprepared
 from swarmtrain.wire.schema import Message
 

@@ -32,11 +32,9 @@ from swarmtrain.directory.dht_messages import (
     Stored,
 )
 from swarmtrain.directory.kademlia import PLACE_BYTES, RoutingTable, search
-from swarmtrain.directory.record_store import RecordStore
-from swarmtrain.directory.records import Flaw, FlawedRecord, Record, RecordChecker, dht_key, topic_of
+from swarmtrain.directory.records import Flaw, FlawedRecord, Record, RecordChecker, RecordStore, dht_key, topic_of
 from swarmtrain.p2p.addresses import Address, peer_id_from_bytes, peer_id_to_bytes
-from swarmtrain.p2p.errors import NetError
-from swarmtrain.p2p.host_errors import AddressError, HostDownError
+from swarmtrain.p2p.errors import AddressError, HostDownError, NetError
 from swarmtrain.p2p.network import CallNetwork
 
 logger = logging.getLogger(__name__)

@@ -15,32 +15,40 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from swarmtrain.directory.dht import MAX_PARTS, DhtNode, place_of_topic
-from swarmtrain.directory.record_store import RecordStore, StoreLimits
 from swarmtrain.directory.records import (
     MAX_LIFE_S,
     Record,
     RecordChecker,
+    RecordError,
+    RecordStore,
     Signer,
+    StoreLimits,
     TopicRule,
     Value,
     make_record,
 )
 from swarmtrain.directory.swarm_time import SwarmClock, agreed_shift
 from swarmtrain.p2p.addresses import group_by_peer
-from swarmtrain.p2p.errors import NetError
-from swarmtrain.p2p.host_errors import HostDownError, NotConfirmedError, RecordError
-from swarmtrain.p2p.host_options import HostEvent, HostEventKind
-from swarmtrain.p2p.network import NetworkHost
+from swarmtrain.p2p.errors import (
+    HostDownError,
+    HostError,
+    NetError,
+)
+from swarmtrain.p2p.network import HostEvent, HostEventKind, NetworkHost
 
 __all__ = ["Announcement", "Directory", "DirectoryOptions", "DirectoryStatus", "Record", "TopicRule"]
-
 logger = logging.getLogger(__name__)
-
 MAX_CLOCK_OFFSET_S = 5.0
 NUM_REPLICAS = 5  # nodes asked to keep a record
 CONFIRM_ATTEMPTS = 3
 LOOKS_PER_REFRESH = 12  # once a minute
 MAX_OWN_TOPICS = 64  # as many as others keep for one owner
+
+
+class NotConfirmedError(HostError):
+    """An announced record could not be read back from any other peer."""
+
+    error_id = "ST-NOT-CONFIRMED"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from swarmtrain.p2p.host_errors import AddressError
+from swarmtrain.p2p.errors import AddressError
 
 MAX_ADDRESS_CHARACTERS = 512
 _REMEMBERED = 4096  # forms of addresses: the directory reads and writes the same ones all the time

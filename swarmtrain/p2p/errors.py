@@ -1,11 +1,15 @@
-"""What can go wrong between two peers. Everything that `Link.call` and `Node.call` raise derives from `NetError`."""
+"""What can go wrong with this host and on the way to a peer, each with an id and a way out.
+
+Errors of a start are precise about their cause: a volunteer who reads one line knows which of them it was.
+"""
 
 from __future__ import annotations
 
-from enum import StrEnum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from swarmtrain.errors import ExitCode, SwarmtrainError
-from swarmtrain.wire.frames import RefusalPayload
 
 
 class NetError(SwarmtrainError):
@@ -25,136 +29,146 @@ class PeerUnreachable(NetError):
         self.retry_after_s = retry_after_s
 
 
-class LinkClosed(NetError):
-    """The link ended before the answer came.
+class HostError(NetError):
+    """Base of everything the libp2p host raises."""
 
-    `request_sent` is False if not a single byte of the request was written: then the peer cannot have begun it.
-    """
-
-    error_id = "ST-LINK-CLOSED"
-
-    def __init__(self, message: str, *, request_sent: bool = True, fix: str = "") -> None:
-        super().__init__(message, fix=fix)
-        self.request_sent = request_sent
+    error_id = "ST-HOST"
+    exit_code = ExitCode.UNREACHABLE
 
 
-class PeerSilent(LinkClosed):
-    """Nothing came from the peer for several keepalives."""
+class AddressError(HostError):
+    """A text or a byte string that is not a multiaddr or peer id we can use."""
 
-    error_id = "ST-PEER-SILENT"
-
-
-class Violation(StrEnum):
-    """Why a link was closed by its protocol; also the label under which it is counted."""
-
-    BAD_MAGIC = "bad-magic"  # the bytes are no frames of ours
-    WRONG_VERSION = "wrong-version"
-    BAD_HEADER = "bad-header"  # the header's own checksum, its type or its length is wrong
-    BAD_CHECKSUM = "bad-checksum"
-    BAD_CONTROL = "bad-control"  # a control frame whose payload does not parse
-    NO_HELLO = "no-hello"
-    UNKNOWN_KIND = "unknown-kind"
-    TOO_LARGE = "too-large"  # a message above the limit of its kind or of the link
-    UNKNOWN_CALL = "unknown-call"
-    OUT_OF_ORDER = "out-of-order"  # a frame that is not allowed in the state of its call
-    OVER_CREDIT = "over-credit"  # more bytes than were granted
-    NOT_READING = "not-reading"  # asks and asks and does not take the answers
-    STALLED = "stalled"  # a message that was begun and not finished within its deadline
+    error_id = "ST-ADDRESS"
+    exit_code = ExitCode.USAGE
 
 
-class ProtocolViolation(LinkClosed):
-    """The other end broke the protocol; the link to it was closed."""
+class HostOptionsError(HostError):
+    """Host options that contradict each other."""
 
-    error_id = "ST-PROTOCOL"
-
-    def __init__(self, violation: Violation, detail: str, *, request_sent: bool = True) -> None:
-        super().__init__(f"protocol violation ({violation.value}): {detail}", request_sent=request_sent)
-        self.violation = violation
-        self.detail = detail
+    error_id = "ST-HOST-OPTIONS"
+    exit_code = ExitCode.USAGE
 
 
-class CallTimeout(NetError):
-    """The deadline of a call passed without a final answer. The peer was told to stop (CANCEL)."""
+class AddressInUseError(HostError):
+    """Another program listens on the address asked for."""
 
-    error_id = "ST-CALL-TIMEOUT"
+    error_id = "ST-ADDRESS-IN-USE"
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, address: str) -> None:
+        super().__init__(
+            f"the listen address {address} is already in use",
+            fix="stop the program that uses it, or choose another port (port 0 lets the system choose)",
+        )
+        self.address = address
 
 
-class MalformedAnswer(NetError):
-    """The answer arrived whole but breaks the schema of its kind, or is not of the kind that was expected."""
+class CannotListenError(HostError):
+    """The listen address is not one of this machine's, or may not be used by this user."""
 
-    error_id = "ST-CALL-ANSWER"
+    error_id = "ST-CANNOT-LISTEN"
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(
+            f"cannot listen on {address}: {reason}",
+            fix="listen on an address of this machine (/ip4/0.0.0.0/tcp/0 means all of them) and a port above 1023",
+        )
+        self.address = address
 
 
-class CallRefused(NetError):
-    """The peer answered with a typed refusal.
+class P2pdUnusableError(HostError):
+    """The p2pd binary is missing or the system refuses to run it."""
 
-    `code` is one of its refusal codes. BUSY may carry a time to wait, a redirect carries the peer to ask instead.
-    """
+    error_id = "ST-P2PD-UNUSABLE"
+    exit_code = ExitCode.HARDWARE
 
-    error_id = "ST-CALL-REFUSED"
-    exit_code = ExitCode.REFUSED
-
-    def __init__(
-        self,
-        code: str,
-        text: str = "",
-        *,
-        retry_after_s: float = 0.0,
-        redirect_to: str = "",
-        stage: int | None = None,
-    ) -> None:
-        super().__init__(f"refused ({code}): {text}" if text else f"refused ({code})")
-        self.code, self.text, self.retry_after_s = code, text, retry_after_s
-        self.redirect_to, self.stage = redirect_to, stage
-
-    @classmethod
-    def of(cls, payload: RefusalPayload) -> CallRefused:
-        """The error of a refusal that came over the wire."""
-        return cls(
-            payload.code,
-            payload.text,
-            retry_after_s=payload.retry_after_s,
-            redirect_to=payload.redirect_to,
-            stage=payload.stage,
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"p2pd cannot be run ({path}): {reason}",
+            fix="reinstall hivemind for this platform (pip install --force-reinstall hivemind), and check that the "
+            "file is executable and its file system is not mounted noexec",
         )
 
-    @property
-    def payload(self) -> RefusalPayload:
-        """The refusal as it came."""
-        return RefusalPayload(self.code, self.text, self.retry_after_s, self.redirect_to, self.stage)
+
+class P2pdFailedError(HostError):
+    """p2pd started and ended again; carries what it printed last."""
+
+    error_id = "ST-P2PD-FAILED"
+    exit_code = ExitCode.INTERNAL
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"p2pd ended while starting: {reason}", fix="the log has all that p2pd printed")
 
 
-class RefusalCode(StrEnum):
-    """The codes that the link layer itself answers with. Handlers may raise any others."""
+class P2pdTimeoutError(HostError):
+    """p2pd runs but did not become ready, or did not answer, in time."""
 
-    BUSY = "busy"  # too many calls at once; try again after retry_after_s
-    INTERNAL = "internal"  # the handler failed; its log has the traceback
-    MALFORMED = "malformed"  # the request arrived whole but breaks its schema
-    CANCELLED = "cancelled"  # the answer to a cancel
-    CLOSING = "closing"  # the peer takes no new calls
+    error_id = "ST-P2PD-TIMEOUT"
 
-
-class Refusal(Exception):
-    """Raised by a handler to answer its call with a typed refusal.
-
-    `redirect_to` names a peer that takes the call instead; `stage` the stage that could not do its part.
-    """
-
-    def __init__(
-        self, code: str, text: str = "", retry_after_s: float = 0.0, *, redirect_to: str = "", stage: int | None = None
-    ) -> None:
-        super().__init__(f"{code}: {text}" if text else str(code))
-        self.code, self.text, self.retry_after_s = str(code), text, retry_after_s
-        self.redirect_to, self.stage = redirect_to, stage
-
-    @classmethod
-    def of(cls, payload: RefusalPayload) -> Refusal:
-        """To answer with what another peer has answered."""
-        return cls(
-            payload.code, payload.text, payload.retry_after_s, redirect_to=payload.redirect_to, stage=payload.stage
+    def __init__(self, what: str, timeout_s: float) -> None:
+        super().__init__(
+            f"p2pd: {what} took longer than {timeout_s:g} s",
+            fix="the machine may be overloaded: try again, or raise the start timeout",
         )
 
-    @property
-    def payload(self) -> RefusalPayload:
-        """What is sent."""
-        return RefusalPayload(self.code, self.text, self.retry_after_s, self.redirect_to, self.stage)
+
+class HostDownError(HostError):
+    """The own p2pd is gone (a new one is being started), or the host was closed."""
+
+    error_id = "ST-HOST-DOWN"
+
+
+class StateDirectoryError(HostError):
+    """The state directory cannot be used."""
+
+    error_id = "ST-STATE-DIR"
+    exit_code = ExitCode.STORAGE
+
+
+class StateDirectoryInUseError(StateDirectoryError):
+    """Another daemon runs on the same state directory, with the same identity."""
+
+    error_id = "ST-STATE-DIR-IN-USE"
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, path: Path, holder: str) -> None:
+        super().__init__(
+            f"the state directory {path} is used by another daemon{holder}",
+            fix="stop that daemon, or give this one a state directory of its own",
+        )
+
+
+class IdentityError(StateDirectoryError):
+    """A key file that is damaged or of an unknown kind. Never overwritten."""
+
+    error_id = "ST-IDENTITY"
+    exit_code = ExitCode.FILES
+
+
+@dataclass(frozen=True, slots=True)
+class DialResult:
+    """What became of dialing one peer. `error` is None when it is connected, else one line."""
+
+    peer_id: str
+    addresses: tuple[str, ...]
+    error: str | None
+
+    def __str__(self) -> str:
+        where = ", ".join(self.addresses)
+        return f"{where}: {self.error or 'connected'}"
+
+
+class BootstrapError(HostError):
+    """None of the bootstrap peers could be reached by a daemon that starts; lists each with its reason."""
+
+    error_id = "ST-BOOTSTRAP"
+
+    def __init__(self, results: Sequence[DialResult]) -> None:
+        listed = "; ".join(str(result) for result in results)
+        super().__init__(
+            f"no bootstrap peer can be reached: {listed}",
+            fix="check the network of this machine, that the run is still going, and that the invite is not outdated",
+        )
+        self.results = tuple(results)

@@ -11,26 +11,23 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from swarmtrain.p2p.address_book import AddressBook
 from swarmtrain.p2p.addresses import Address, group_by_peer
-from swarmtrain.p2p.errors import NetError, PeerUnreachable
-from swarmtrain.p2p.host_errors import (
+from swarmtrain.p2p.dialing import AddressBook, answering
+from swarmtrain.p2p.errors import (
     BootstrapError,
     DialResult,
     HostDownError,
     HostError,
+    NetError,
     P2pdTimeoutError,
+    PeerUnreachable,
 )
-from swarmtrain.p2p.host_options import HostEvent, HostEventKind, HostOptions
 from swarmtrain.p2p.identity import Identity
-from swarmtrain.p2p.incoming import IncomingStreams
+from swarmtrain.p2p.network import ByteStream, CallHandler, HostEvent, HostEventKind, HostOptions
 from swarmtrain.p2p.p2pd import P2pd, P2pdOptions, bundled_p2pd, dial_failure
-from swarmtrain.p2p.p2pd_calls import CallHandler
-from swarmtrain.p2p.p2pd_stream import P2pdStream
-from swarmtrain.p2p.probe import answering
+from swarmtrain.p2p.p2pd_stream import IncomingStreams, P2pdStream
 from swarmtrain.p2p.relay import reserve, start_relay
 from swarmtrain.p2p.state_dir import StateDirectory, fix_ports
-from swarmtrain.p2p.transport import ByteStream
 
 __all__ = ["Host", "HostEvent", "HostEventKind", "HostOptions"]
 
@@ -67,7 +64,7 @@ class Host:
     async def start(cls, options: HostOptions) -> Host:
         """Lock the state directory, start p2pd, dial the bootstrap peers.
 
-        Raises the error that names the cause (see host_errors); then nothing of it is left behind.
+        Raises the error that names the cause (see errors.py); then nothing of it is left behind.
         """
         options.check()
         state = StateDirectory.acquire(options.state_dir)
@@ -130,7 +127,7 @@ class Host:
         return stream
 
     async def _reach(self, p2pd: P2pd, peer_id: str, addresses: tuple[Address, ...], timeout_s: float) -> None:
-        """Make sure there is a connection; p2pd only dials where somebody listens (see probe.py).
+        """Make sure there is a connection; p2pd only dials where somebody listens (see dialing.py).
 
         Without an address it is left to p2pd, which may have been told one. Raises PeerUnreachable, HostDownError.
         """

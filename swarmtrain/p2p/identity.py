@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from swarmtrain import world
 from swarmtrain.p2p.addresses import peer_id_of_key
-from swarmtrain.p2p.host_errors import IdentityError, StateDirectoryError
+from swarmtrain.p2p.errors import IdentityError, StateDirectoryError
 
 SIGNATURE_BYTES = 64
 PUBLIC_KEY_BYTES = 32

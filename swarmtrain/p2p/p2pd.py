@@ -17,27 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.p2p.addresses import (
-    Address,
-    peer_id_from_bytes,
-    peer_id_to_bytes,
-    unix_address_bytes,
-)
-from swarmtrain.p2p.errors import PeerUnreachable
-from swarmtrain.p2p.host_errors import (
+from swarmtrain.p2p.addresses import Address, peer_id_from_bytes, peer_id_to_bytes, unix_address_bytes
+from swarmtrain.p2p.errors import (
     AddressError,
     AddressInUseError,
     HostDownError,
     P2pdFailedError,
     P2pdTimeoutError,
     P2pdUnusableError,
+    PeerUnreachable,
 )
-from swarmtrain.p2p.p2pd_calls import P2pdCalls
-from swarmtrain.p2p.p2pd_messages import framed, hivemind_directory, p2pd_pb2, parsed, read_message
+from swarmtrain.p2p.p2pd_calls import P2pdCalls, framed, hivemind_directory, p2pd_pb2, parsed, read_message
 from swarmtrain.p2p.p2pd_stream import P2pdStream
 
 logger = logging.getLogger(__name__)
-
 IDLE_TIMEOUT_S = 20  # p2pd's life without a persistent connection; longer than any start on a busy machine
 STOP_DEADLINE_S = 3.0
 MAX_LINE_CHARACTERS = 2000
@@ -349,14 +342,6 @@ def dial_failure(message: str) -> str:
         if sign in message:
             return meaning
     return one_line(message)
-
-
-def peer_of_stream(greeting: bytes) -> str:
-    """Who is at the other end of an incoming stream, from p2pd's greeting; raises AddressError."""
-    try:
-        return peer_id_from_bytes(parsed(greeting, p2pd_pb2.StreamInfo()).peer)
-    except HostDownError as error:
-        raise AddressError(str(error)) from None
 
 
 def one_line(message: str) -> str:

@@ -1,30 +1,81 @@
-"""Small calls between hosts over p2pd's persistent connection: one request, one answer, below 4 MiB, with a deadline.
+"""p2pd's control messages, and small calls between hosts over its persistent connection.
 
-For the directory only; everything else goes over raw streams. The connection is also the lifeline of p2pd, which ends
-when its last persistent connection closes. hivemind's own client for it can lose its reading task, after which no call
-is ever answered, and it does not notice p2pd's death; this one fails all calls at once.
+A call is one request and one answer, below 4 MiB, with a deadline: for the directory only, everything else goes over
+raw streams. The connection is also the lifeline of p2pd, which ends when its last persistent connection closes.
+hivemind's own client for it can lose its reading task, after which no call is ever answered, and it does not notice
+p2pd's death; this one fails all calls at once.
+
+A control message travels as a varint length and a protobuf message. The message types are those of the installed
+hivemind, taken from their one generated file: importing the package itself would cost every daemon 60 MB and a second
+for an averager and an optimizer that it does not use.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
 from swarmtrain import world
-from swarmtrain.p2p.addresses import peer_id_from_bytes, peer_id_to_bytes
-from swarmtrain.p2p.errors import PeerUnreachable
-from swarmtrain.p2p.host_errors import AddressError, HostDownError, P2pdFailedError
-from swarmtrain.p2p.p2pd_messages import framed, p2pd_pb2, read_message
+from swarmtrain.p2p.addresses import decode_varint, encode_varint, peer_id_from_bytes, peer_id_to_bytes
+from swarmtrain.p2p.errors import AddressError, HostDownError, P2pdFailedError, P2pdUnusableError, PeerUnreachable
+from swarmtrain.p2p.network import CallHandler
 
 logger = logging.getLogger(__name__)
 
+MAX_MESSAGE_BYTES = 16 * 2**20  # what we read from p2pd; LIST_PEERS of some ten thousand peers
 MAX_PAYLOAD_BYTES = 3 * 2**20  # p2pd drops calls and answers above 4 MiB, answers silently
 MAX_CALLS_BEING_ANSWERED = 256
 
-CallHandler = Callable[[str, bytes], Awaitable[bytes]]  # (peer id of the caller, request) -> answer
+
+def hivemind_directory() -> Path:
+    """Where hivemind is installed; raises P2pdUnusableError if it is not. Does not import it."""
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or not spec.submodule_search_locations:
+        raise P2pdUnusableError(Path("p2pd"), "hivemind, which brings it, is not installed")
+    return Path(spec.submodule_search_locations[0])
+
+
+def _load_message_types() -> Any:
+    path = hivemind_directory() / "proto" / "p2pd_pb2.py"
+    spec = importlib.util.spec_from_file_location("swarmtrain.p2p._p2pd_pb2", path)
+    if spec is None or spec.loader is None:
+        raise P2pdUnusableError(path, "it cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+p2pd_pb2 = _load_message_types()
+
+
+def framed(message: Any) -> bytes:
+    """A message with its length before it."""
+    raw: bytes = message.SerializeToString()
+    return encode_varint(len(raw)) + raw
+
+
+def parsed(raw: bytes, message: Any) -> Any:
+    """`message`, filled from `raw`; raises HostDownError."""
+    try:
+        message.ParseFromString(raw)
+    except DecodeError as error:
+        raise HostDownError(f"p2pd sent a message that cannot be read: {error}") from None
+    return message
+
+
+async def read_message(reader: asyncio.StreamReader, message: Any) -> Any:
+    """The next framed message, in `message`; raises HostDownError, OSError or IncompleteReadError."""
+    header = bytearray()
+    while (decoded := decode_varint(header)) is None:
+        header += await reader.readexactly(1)
+    if decoded[0] > MAX_MESSAGE_BYTES:
+        raise HostDownError(f"p2pd announced a message of {decoded[0]} bytes")
+    return parsed(await reader.readexactly(decoded[0]), message)
 
 
 class P2pdCalls:

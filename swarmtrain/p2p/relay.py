@@ -18,8 +18,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from swarmtrain.p2p.addresses import Address, decode_varint
-from swarmtrain.p2p.errors import PeerUnreachable
-from swarmtrain.p2p.host_errors import AddressError, P2pdFailedError
+from swarmtrain.p2p.errors import AddressError, P2pdFailedError, PeerUnreachable
 from swarmtrain.p2p.p2pd import P2pd, P2pdOptions
 
 HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from swarmtrain import world
 from swarmtrain.p2p.addresses import Address
-from swarmtrain.p2p.host_errors import (
+from swarmtrain.p2p.errors import (
     AddressError,
     AddressInUseError,
     CannotListenError,

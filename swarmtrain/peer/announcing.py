@@ -10,7 +10,7 @@ from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.peer.assignment import Assignment
-from swarmtrain.peer.coordinator_link import CoordinatorLink
+from swarmtrain.peer.contacts import CoordinatorLink
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.peer.report import peer_report
 from swarmtrain.waiting import wait_event
@@ -36,7 +36,7 @@ class Announcing:
     ) -> None:
         self._assignment, self._options = assignment, options
         self._directory, self._host, self._link = directory, host, link
-        self._topic = stage_topic(assignment.context.stage)
+        self._topic = stage_topic(assignment.peer.stage)
 
     async def run(self) -> None:
         """Announce now and then, and whenever something has changed, until it is cancelled."""
@@ -59,6 +59,6 @@ class Announcing:
         self._directory.withdraw(self._topic)
 
     def _record(self) -> bytes:
-        context = self._assignment.context
-        state = STALLED if context.device.hangs else context.state.value
-        return pack_record(peer_report(self._assignment, self._options, state, addresses=self._host.addresses()))
+        assignment = self._assignment
+        state = STALLED if assignment.stage.device.hangs else assignment.peer.state.value
+        return pack_record(peer_report(assignment, self._options, state, addresses=self._host.addresses()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from swarmtrain.peer.assignment import Assignment
-from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.wire.peer_report import PeerReport, published
 
@@ -17,19 +16,18 @@ def peer_report(
     addresses: tuple[str, ...] = (),
 ) -> PeerReport:
     """How things stand now."""
-    context = assignment.context
-    times = context.compute.times
+    peer, stage = assignment.peer, assignment.stage
     return PeerReport(
-        stage=context.stage,
+        stage=peer.stage,
         state=state,
-        incarnation=context.incarnation,
-        step=context.step,
+        incarnation=peer.incarnation,
+        step=assignment.clock.step,
         state_digest=state_digest,
-        state_term=context.state_term,
+        state_term=peer.state_term,
         assignment=assignment.version,
-        forward_ms=1000 * times.typical_s(Kind.FORWARD),
-        backward_ms=1000 * times.typical_s(Kind.BACKWARD),
-        queue_ms=1000 * context.compute.backlog_s(),
+        forward_ms=1000 * stage.forward_s,
+        backward_ms=1000 * stage.backward_s,
+        queue_ms=1000 * stage.compute.backlog_s(),
         up_bytes_per_s=options.max_up_bytes_per_s,
         down_bytes_per_s=options.max_down_bytes_per_s,
         relayed=options.behind_nat,

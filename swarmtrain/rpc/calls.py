@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, ProtocolViolation, Violation
-from swarmtrain.rpc.core import LinkCore
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, ProtocolViolation, Violation
 from swarmtrain.rpc.inbound import InboundMessage
-from swarmtrain.rpc.outgoing import OutboundMessage
+from swarmtrain.rpc.outbound import OutboundMessage
 from swarmtrain.wire.errors import WireError
 from swarmtrain.wire.frames import MAX_DEADLINE_MS, FrameType, RefusalPayload, Start, pack_frame
 from swarmtrain.wire.schema import EncodedMessage, Message, encode
+
+if TYPE_CHECKING:
+    from swarmtrain.rpc.link import Link
 
 OnProgress = Callable[[Message], None]
 _MAX_ABANDONED = 1024
@@ -39,8 +42,8 @@ class OutgoingCall:
 class Caller:
     """Opens calls and takes what the other end sends for them."""
 
-    def __init__(self, core: LinkCore, first_call_id: int) -> None:
-        self._core = core
+    def __init__(self, link: Link, first_call_id: int) -> None:
+        self._link = link
         self._next_call_id = first_call_id
         self._calls: dict[int, OutgoingCall] = {}  # those whose request was begun
         self._queued: dict[OutgoingCall, None] = {}  # those of whose request nothing was written yet
@@ -57,11 +60,11 @@ class Caller:
         call: OutgoingCall | None = None
         try:
             async with asyncio.timeout(deadline_s):
-                await self._core.queue.wait_for_room(encoded.priority)
+                await self._link.queue.wait_for_room(encoded.priority)
                 call = self._open(encoded, deadline_s, on_progress)
                 return await call.answer
         except TimeoutError as error:
-            raise CallTimeout(f"no answer to {encoded.kind} from {self._core.peer_id} in {deadline_s:g} s") from error
+            raise CallTimeout(f"no answer to {encoded.kind} from {self._link.peer_id} in {deadline_s:g} s") from error
         finally:
             if call is not None:
                 self._leave(call)
@@ -78,7 +81,7 @@ class Caller:
             on_written=lambda: None,
         )
         self._queued[call] = None
-        self._core.queue.submit(call.request)
+        self._link.queue.submit(call.request)
         return call
 
     def _begun(self, call: OutgoingCall) -> int:
@@ -91,17 +94,17 @@ class Caller:
 
     def _leave(self, call: OutgoingCall) -> None:
         """The caller no longer waits: if the answer is not there, tell the other end."""
-        self._core.queue.drop(call.request)
+        self._link.queue.drop(call.request)
         if call in self._queued:
             self._queued.pop(call, None)
         elif self._calls.get(call.call_id) is call and not call.abandoned:
             call.abandoned = True
             if call.inbound is not None:
-                self._core.inbound.discard(call.inbound)
-            self._core.queue.send_control(pack_frame(FrameType.CANCEL, call.call_id))
+                self._link.inbound.discard(call.inbound)
+            self._link.queue.send_control(pack_frame(FrameType.CANCEL, call.call_id))
         call.request.on_start = _left  # call and request must not keep each other, and all that they hold, alive
         call.on_progress = None
-        self._core.call_ended()
+        self._link.call_ended()
 
     def check_abandoned(self) -> None:
         """ProtocolViolation if the other end does not acknowledge cancels."""
@@ -115,7 +118,7 @@ class Caller:
             raise ProtocolViolation(Violation.OUT_OF_ORDER, f"two messages at once in call {call_id}")
         if call.request.num_left and not call.abandoned:
             raise ProtocolViolation(Violation.OUT_OF_ORDER, f"call {call_id} is answered before it was asked")
-        call.inbound = self._core.inbound.start(
+        call.inbound = self._link.inbound.start(
             call_id, start_type, start, discard=call.abandoned, expires_at=float("inf")
         )
 
@@ -135,16 +138,16 @@ class Caller:
             del self._calls[message.call_id]
         if message.discarded:
             return
-        self._core.inbound.release(message)  # from here on the memory is the caller's
+        self._link.inbound.release(message)  # from here on the memory is the caller's
         try:
-            item, num_blob_bytes = self._core.registry.decode_counted(message.body)
+            item, num_blob_bytes = self._link.registry.decode_counted(message.body)
         except WireError as error:
-            self._core.count_received(message, 0)
-            self._core.traffic.num_malformed += 1
+            self._link.count_received(message, 0)
+            self._link.traffic.num_malformed += 1
             if is_final:
-                _fail(call, MalformedAnswer(f"malformed {message.kind} from {self._core.peer_id}: {error}"))
+                _fail(call, MalformedAnswer(f"malformed {message.kind} from {self._link.peer_id}: {error}"))
             return
-        self._core.count_received(message, num_blob_bytes)
+        self._link.count_received(message, num_blob_bytes)
         if is_final and not call.answer.done():
             call.answer.set_result(item)
         elif not is_final:
@@ -163,12 +166,12 @@ class Caller:
         call = self._known(call_id)
         del self._calls[call_id]
         if call.inbound is not None:
-            self._core.inbound.discard(call.inbound)
+            self._link.inbound.discard(call.inbound)
             call.inbound = None
         if call.request.num_left and not call.abandoned:
             # The refusal overtook the request: its rest is not sent, and that ends it at the other end.
-            self._core.queue.drop(call.request)
-            self._core.queue.send_control(pack_frame(FrameType.CANCEL, call_id))
+            self._link.queue.drop(call.request)
+            self._link.queue.send_control(pack_frame(FrameType.CANCEL, call_id))
         _fail(call, CallRefused.of(payload))
 
     def request_of(self, call_id: int) -> OutboundMessage | None:
@@ -181,7 +184,7 @@ class Caller:
         self._closed = closed
         for call in (*self._queued, *self._calls.values()):
             if call.inbound is not None:
-                self._core.inbound.release(call.inbound)
+                self._link.inbound.release(call.inbound)
             is_unseen = last_seen is not None and call.call_id > last_seen
             _fail(call, closed(call.call_id != 0 and not is_unseen))
         self._queued.clear()

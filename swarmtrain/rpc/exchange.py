@@ -1,4 +1,7 @@
-"""The answering half of a link: requests of the other end, and the handlers that answer them."""
+"""The answering half of a link: requests of the other end, and the handlers that answer them.
+
+Calls to oneself meet the same handlers and the same checks, without a stream.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,19 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
-from swarmtrain.p2p.errors import ProtocolViolation, Refusal, RefusalCode, Violation
-from swarmtrain.rpc.core import LinkCore
+from swarmtrain.rpc.calls import OnProgress
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, ProtocolViolation, Refusal, RefusalCode, Violation
 from swarmtrain.rpc.inbound import InboundMessage
-from swarmtrain.rpc.outgoing import OutboundMessage
+from swarmtrain.rpc.limits import HandlerTasks
+from swarmtrain.rpc.outbound import OutboundMessage
 from swarmtrain.wire.errors import WireError
 from swarmtrain.wire.frames import FrameType, RefusalPayload, Start
-from swarmtrain.wire.schema import EncodedMessage, Message, Priority, encode
+from swarmtrain.wire.schema import EncodedMessage, Message, Priority, Registry, encode
+
+if TYPE_CHECKING:
+    from swarmtrain.rpc.link import Link
 
 _log = logging.getLogger(__name__)
 _MAX_WAITING_PROGRESS = 16
@@ -51,9 +59,9 @@ Handler = Callable[[Message, Exchange], Awaitable[Message]]
 class IncomingCall(Exchange):
     """The record of one request of the other end."""
 
-    def __init__(self, core: LinkCore, call_id: int, deadline: float) -> None:
-        super().__init__(core.peer_id, deadline)
-        self._core = core
+    def __init__(self, link: Link, call_id: int, deadline: float) -> None:
+        super().__init__(link.peer_id, deadline)
+        self._link = link
         self.call_id = call_id
         self.inbound: InboundMessage | None = None  # while the request arrives
         self.held: InboundMessage | None = None  # its memory, while the handler works
@@ -69,18 +77,18 @@ class IncomingCall(Exchange):
             return
         if len(self._waiting) >= _MAX_WAITING_PROGRESS:
             self._waiting.popleft()
-            self._core.traffic.num_progress_dropped += 1
+            self._link.traffic.num_progress_dropped += 1
         self._send(FrameType.PROGRESS, encode(item))
 
     def release(self) -> None:
         """See `Exchange.release`."""
         if self.held is not None:
-            self._core.inbound.release(self.held)
+            self._link.inbound.release(self.held)
             self.held = None
 
     async def wait_for_room(self, priority: Priority) -> None:
         """See `Exchange.wait_for_room`."""
-        await self._core.queue.wait_for_room(priority)
+        await self._link.queue.wait_for_room(priority)
 
     async def send_answer(self, encoded: EncodedMessage) -> None:
         """Send the final answer; returns when it is written, or cannot be."""
@@ -93,7 +101,7 @@ class IncomingCall(Exchange):
         self.closed = True
         self._waiting.clear()
         if self.sending is not None:
-            self._core.queue.drop(self.sending)
+            self._link.queue.drop(self.sending)
             self.sending = None
         self._all_sent.set()
 
@@ -108,7 +116,7 @@ class IncomingCall(Exchange):
         self.sending = OutboundMessage(
             start_type, encoded, on_start=lambda: self.call_id, on_written=lambda: self._written(start_type)
         )
-        self._core.queue.submit(self.sending)
+        self._link.queue.submit(self.sending)
 
     def _written(self, start_type: FrameType) -> None:
         self.sending = None
@@ -121,8 +129,8 @@ class IncomingCall(Exchange):
 class Callee:
     """Takes requests, runs the handler for each in a task of its own, sends what it answers."""
 
-    def __init__(self, core: LinkCore, handler: Handler) -> None:
-        self._core = core
+    def __init__(self, link: Link, handler: Handler) -> None:
+        self._link = link
         self._handler = handler
         self._calls: dict[int, IncomingCall] = {}
         self.last_call_id = 0  # no later call was begun
@@ -138,25 +146,25 @@ class Callee:
         if call_id <= self.last_call_id:
             raise ProtocolViolation(Violation.OUT_OF_ORDER, f"call {call_id} after call {self.last_call_id}")
         self.last_call_id = call_id
-        now = self._core.clock()
-        call = IncomingCall(self._core, call_id, now + start.deadline_ms / 1000)
+        now = asyncio.get_running_loop().time()
+        call = IncomingCall(self._link, call_id, now + start.deadline_ms / 1000)
         refusal = self._claim_place(call)
-        call.inbound = self._core.inbound.start(
+        call.inbound = self._link.inbound.start(
             call_id,
             FrameType.REQUEST,
             start,
             discard=refusal is not None,
-            expires_at=call.deadline + self._core.options.stall_grace_s,
+            expires_at=call.deadline + self._link.options.stall_grace_s,
         )
         self._calls[call_id] = call
         if refusal is not None:
             call.close()
-            self._core.refuse(call_id, RefusalPayload(refusal, retry_after_s=self._core.options.busy_retry_s))
+            self._link.refuse(call_id, RefusalPayload(refusal, retry_after_s=self._link.options.busy_retry_s))
 
     def _claim_place(self, call: IncomingCall) -> RefusalCode | None:
         if self.is_closing:
             return RefusalCode.CLOSING
-        if len(self._calls) >= self._core.options.max_inbound_calls or not self._core.shared.tasks.try_claim():
+        if len(self._calls) >= self._link.options.max_inbound_calls or not self._link.shared.tasks.try_claim():
             return RefusalCode.BUSY
         call.has_place = True
         return None
@@ -178,18 +186,18 @@ class Callee:
             self._end(call)
             return
         try:
-            request, num_blob_bytes = self._core.registry.decode_counted(message.body)
+            request, num_blob_bytes = self._link.registry.decode_counted(message.body)
         except WireError as error:
-            self._core.count_received(message, 0)
-            self._core.traffic.num_malformed += 1
-            self._core.inbound.release(message)
-            self._core.refuse(call.call_id, RefusalPayload(RefusalCode.MALFORMED, f"{error.error_id}: {error}"))
+            self._link.count_received(message, 0)
+            self._link.traffic.num_malformed += 1
+            self._link.inbound.release(message)
+            self._link.refuse(call.call_id, RefusalPayload(RefusalCode.MALFORMED, f"{error.error_id}: {error}"))
             self._end(call)
             return
-        self._core.count_received(message, num_blob_bytes)
+        self._link.count_received(message, num_blob_bytes)
         call.held = message
         message.body = bytearray()  # the request's blobs hold what they need of it
-        self._core.shared.tasks.spawn(self._run(call, request))
+        self._link.shared.tasks.spawn(self._run(call, request))
 
     async def _run(self, call: IncomingCall, request: Message) -> None:
         try:
@@ -210,7 +218,7 @@ class Callee:
     def _refuse(self, call: IncomingCall, refusal: RefusalPayload) -> None:
         if not call.closed:
             call.close()
-            self._core.refuse(call.call_id, refusal)
+            self._link.refuse(call.call_id, refusal)
 
     def cancelled(self, call_id: int) -> None:
         """The caller wants no answer. A cancel that crossed the answer is no surprise and is ignored."""
@@ -223,7 +231,7 @@ class Callee:
         call.cancelled.set()
         call.caller_gone.set()
         if call.inbound is not None:
-            self._core.inbound.discard(call.inbound)
+            self._link.inbound.discard(call.inbound)
             call.inbound = None
             self._end(call)
 
@@ -244,7 +252,7 @@ class Callee:
             call.close()
             call.caller_gone.set()
             if call.inbound is not None:
-                self._core.inbound.release(call.inbound)
+                self._link.inbound.release(call.inbound)
                 self._end(call)
 
     def _end(self, call: IncomingCall) -> None:
@@ -253,6 +261,97 @@ class Callee:
         call.close()
         if call.has_place:
             call.has_place = False
-            self._core.shared.tasks.unclaim()
+            self._link.shared.tasks.unclaim()
         self._calls.pop(call.call_id, None)
-        self._core.call_ended()
+        self._link.call_ended()
+
+
+class LocalExchange(Exchange):
+    """The exchange of a call to oneself."""
+
+    def __init__(self, peer_id: str, deadline: float, registry: Registry, on_progress: OnProgress | None) -> None:
+        super().__init__(peer_id, deadline)
+        self._registry = registry
+        self._on_progress = on_progress
+
+    def progress(self, item: Message) -> None:
+        """Deliver a progress message, after the handler's current step, as a link would."""
+        copy = self._registry.loop_back(encode(item))
+        if self._on_progress is not None and not self.caller_gone.is_set():
+            asyncio.get_running_loop().call_soon(self._deliver, copy)
+
+    def _deliver(self, item: Message) -> None:
+        if self._on_progress is not None and not self.caller_gone.is_set():
+            self._on_progress(item)
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    async def wait_for_room(self, priority: Priority) -> None:
+        """There is always room: nothing is queued."""
+
+
+async def call_locally(
+    peer_id: str,
+    registry: Registry,
+    handler: Handler,
+    tasks: HandlerTasks,
+    request: Message,
+    *,
+    deadline_s: float,
+    on_progress: OnProgress | None,
+) -> Message:
+    """As `Link.call`, within this process. The handler goes on if the caller leaves, as it would over a link."""
+    loop = asyncio.get_running_loop()
+    item = registry.loop_back(encode(request))
+    if not tasks.try_claim():
+        raise CallRefused(RefusalCode.BUSY, retry_after_s=0.25)
+    exchange = LocalExchange(peer_id, loop.time() + deadline_s, registry, on_progress)
+    answer: asyncio.Future[Message] = loop.create_future()
+    tasks.spawn(_run(registry, handler, tasks, item, exchange, answer))
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await answer
+    except TimeoutError as error:
+        raise CallTimeout(f"no answer to {request.wire.kind} from this peer itself in {deadline_s:g} s") from error
+    finally:
+        if not answer.done() or answer.cancelled():
+            exchange.cancelled.set()
+        exchange.caller_gone.set()
+
+
+async def _run(
+    registry: Registry,
+    handler: Handler,
+    tasks: HandlerTasks,
+    request: Message,
+    exchange: LocalExchange,
+    answer: asyncio.Future[Message],
+) -> None:
+    error: Exception
+    try:
+        result = registry.loop_back(encode(await handler(request, exchange)))
+        # One turn of the loop, so that progress is seen before the answer.
+        asyncio.get_running_loop().call_soon(_settle, answer, result)
+        return
+    except Refusal as refusal:
+        error = CallRefused.of(refusal.payload)
+    except asyncio.CancelledError:
+        _settle(answer, CallRefused(RefusalCode.CLOSING, "the peer is shutting down"))
+        raise
+    except Exception as failure:
+        _log.exception("handler of a call from this peer itself failed")
+        error = CallRefused(RefusalCode.INTERNAL, type(failure).__name__)
+    finally:
+        tasks.unclaim()
+    _settle(answer, error)
+
+
+def _settle(answer: asyncio.Future[Message], outcome: Message | Exception) -> None:
+    if answer.done():
+        return
+    if isinstance(outcome, Exception):
+        answer.set_exception(outcome)
+        answer.exception()  # marks it as seen: a caller that left never looks
+    else:
+        answer.set_result(outcome)

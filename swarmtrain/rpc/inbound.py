@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmtrain import world
-from swarmtrain.p2p.errors import ProtocolViolation, Violation
-from swarmtrain.rpc.budget import Budget, Reservation
+from swarmtrain.rpc.errors import ProtocolViolation, Violation
+from swarmtrain.rpc.limits import Budget, Reservation
 from swarmtrain.wire.errors import UnknownKind
 from swarmtrain.wire.frames import (
     CALL_WINDOW_BYTES,

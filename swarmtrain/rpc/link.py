@@ -9,26 +9,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar, overload
+from dataclasses import dataclass
 
-from swarmtrain import __version__
-from swarmtrain.p2p.errors import LinkClosed, MalformedAnswer, PeerSilent, ProtocolViolation, Violation
-from swarmtrain.p2p.transport import ByteStream
-from swarmtrain.rpc.budget import Budget
+from swarmtrain import __version__, world
+from swarmtrain.p2p.network import ByteStream
 from swarmtrain.rpc.calls import Caller, OnProgress
-from swarmtrain.rpc.core import LinkCore, LinkOptions, Shared
-from swarmtrain.rpc.counters import Traffic
+from swarmtrain.rpc.errors import LinkClosed, PeerSilent, ProtocolViolation, Violation
 from swarmtrain.rpc.exchange import Callee, Handler
-from swarmtrain.rpc.frame_router import FrameRouter
-from swarmtrain.rpc.inbound import InboundMessages
-from swarmtrain.rpc.keepalive import KeepAlive
-from swarmtrain.rpc.meter import LinkMeter
+from swarmtrain.rpc.frames import FrameReader, FrameRouter
+from swarmtrain.rpc.inbound import InboundMessage, InboundMessages
+from swarmtrain.rpc.limits import Budget, Shared
+from swarmtrain.rpc.meter import LinkMeter, Traffic
 from swarmtrain.rpc.outbound import OutboundQueue
-from swarmtrain.rpc.receiver import FrameReader
-from swarmtrain.wire.frames import FrameType, RefusalPayload, pack_frame, pack_nonce, pack_refusal
+from swarmtrain.units import MIB
+from swarmtrain.wire.frames import FrameType, RefusalPayload, pack_frame, pack_nonce, pack_pair, pack_refusal
 from swarmtrain.wire.schema import Message, Priority, Registry
 
-M = TypeVar("M", bound=Message)
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """Settings of one link. The defaults suit home connections."""
+
+    heartbeat_s: float = 2.0
+    missed_heartbeats: int = 3  # a peer is dead after this many intervals without a byte from it
+    chunk_bytes: int = 128 << 10  # an urgent message waits for at most one chunk: 50 ms at 20 Mbit/s; see fit_chunks
+    outbound_bytes: int = 64 * MIB  # per priority; above it, calls wait before they queue their request
+    inbound_bytes: int = 512 * MIB  # of requests and, separately, of answers that are being received or handled
+    max_inbound_calls: int = 256  # at once; further requests are answered BUSY
+    busy_retry_s: float = 0.25  # what a BUSY says about when to try again
+    write_stall_s: float = 60.0  # a peer that takes no byte for so long is given up, even if it still sends
+    stall_grace_s: float = 30.0  # a request that is not complete so long after its own deadline breaks the link
+    close_s: float = 5.0  # how long a graceful close waits for open calls and for the other end
 
 
 class Link:
@@ -53,20 +64,28 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._on_closed = on_closed
         self.peer_id = stream.peer_id
-        self.options = options or LinkOptions()
+        self.registry = registry
+        self.options = options = options or LinkOptions()
+        self.shared = shared = shared or Shared()
+        self.meter = meter or LinkMeter(stream.peer_id)
         self.traffic = Traffic()
-        self._core = self._make_core(registry, shared or Shared(), meter or LinkMeter(stream.peer_id))
-        self._caller = Caller(self._core, first_call_id=1 if initiator else 2)
-        self._callee = Callee(self._core, handler)
-        self._heartbeat = self._make_heartbeat()
-        self._router = FrameRouter(
-            self._core,
-            self._caller,
-            self._callee,
-            self._heartbeat,
-            initiator=initiator,
-            on_goodbye=self._goodbye_received,
+        self.queue = OutboundQueue(
+            stream.write,
+            self.traffic.sent,
+            shared.limiter.up,
+            chunk_bytes=options.chunk_bytes,
+            limit_bytes=options.outbound_bytes,
         )
+        self.inbound = InboundMessages(
+            registry,
+            self.queue.send_control,
+            request_budget=Budget(options.inbound_bytes, shared.request_budget),
+            answer_budget=Budget(options.inbound_bytes, shared.answer_budget),
+        )
+        self.caller = Caller(self, first_call_id=1 if initiator else 2)
+        self.callee = Callee(self, handler)
+        self.keepalive = KeepAlive(self)
+        self._router = FrameRouter(self, initiator=initiator)
         self._reader = FrameReader(self._router)
         self._is_closing = False
         self._call_ended = asyncio.Event()
@@ -76,48 +95,10 @@ class Link:
         self.error: LinkClosed | None = None  # why the link ended
         self.used_at = self._loop.time()  # when a call was last opened or ended
 
-    def _make_core(self, registry: Registry, shared: Shared, meter: LinkMeter) -> LinkCore:
-        options = self.options
-        queue = OutboundQueue(
-            self._stream.write,
-            self.traffic.sent,
-            shared.limiter.up,
-            chunk_bytes=options.chunk_bytes,
-            limit_bytes=options.outbound_bytes,
-        )
-        inbound = InboundMessages(
-            registry,
-            queue.send_control,
-            request_budget=Budget(options.inbound_bytes, shared.request_budget),
-            answer_budget=Budget(options.inbound_bytes, shared.answer_budget),
-        )
-        return LinkCore(
-            peer_id=self.peer_id,
-            registry=registry,
-            options=options,
-            shared=shared,
-            traffic=self.traffic,
-            meter=meter,
-            queue=queue,
-            inbound=inbound,
-            clock=self._loop.time,
-            call_ended=self._on_call_ended,
-        )
-
-    def _make_heartbeat(self) -> KeepAlive:
-        return KeepAlive(
-            self.options.heartbeat_s,
-            self.options.missed_heartbeats,
-            send_ping=lambda nonce: self._core.queue.send_control(pack_nonce(FrameType.PING, nonce)),
-            on_silent=self._peer_silent,
-            on_tick=self._tick,
-            rtt=self._core.meter.rtt,
-        )
-
     def start(self) -> None:
         """Say hello, and begin to receive."""
-        self._core.queue.send_control(pack_frame(FrameType.HELLO, 0, f"swarmtrain {__version__}".encode()))
-        self._heartbeat.start()
+        self.queue.send_control(pack_frame(FrameType.HELLO, 0, f"swarmtrain {__version__}".encode()))
+        self.keepalive.start()
         self._stream.start(self)
 
     # What users of the link see.
@@ -135,60 +116,31 @@ class Link:
     @property
     def num_open_calls(self) -> int:
         """Calls under way in both directions."""
-        return self._caller.num_open + self._callee.num_open
+        return self.caller.num_open + self.callee.num_open
 
     @property
     def backlog_bytes(self) -> int:
         """Body bytes that are queued here and not written yet."""
-        return self._core.queue.queued_bytes
+        return self.queue.queued_bytes
 
     @property
     def received_bytes(self) -> int:
         """Body bytes that have come, those of unfinished messages too."""
         return self._reader.num_body_bytes
 
-    @property
-    def meter(self) -> LinkMeter:
-        """Goodput and round-trip time."""
-        return self._core.meter
-
-    @overload
-    async def call(
-        self, request: Message, *, deadline_s: float, on_progress: OnProgress | None = None, expect: type[M]
-    ) -> M: ...
-
-    @overload
-    async def call(
-        self, request: Message, *, deadline_s: float, on_progress: OnProgress | None = None, expect: None = None
-    ) -> Message: ...
-
-    async def call(
-        self,
-        request: Message,
-        *,
-        deadline_s: float,
-        on_progress: OnProgress | None = None,
-        expect: type[Message] | None = None,
-    ) -> Message:
+    async def call(self, request: Message, *, deadline_s: float, on_progress: OnProgress | None = None) -> Message:
         """Send `request`; return its final answer.
 
         `deadline_s` bounds everything: waiting for room in the queue, sending, the callee's work, the way back.
         `on_progress` is called on the loop with each progress message, in order, before the answer is returned.
         Cancelling the awaiting task, or the deadline, tells the callee (CANCEL).
-        Raises LinkClosed (PeerSilent, ProtocolViolation), CallTimeout, CallRefused, MalformedAnswer (also if the answer
-        is not an `expect`), or WireError if `request` itself breaks its schema.
+        Raises LinkClosed (PeerSilent, ProtocolViolation), CallTimeout, CallRefused, MalformedAnswer, or WireError if
+        `request` itself breaks its schema.
         """
         if not self.is_open:
             raise self._closed_error(False)
         self.used_at = self._loop.time()
-        answer = await self._caller.call(request, deadline_s=deadline_s, on_progress=on_progress)
-        if expect is not None and not isinstance(answer, expect):
-            raise MalformedAnswer(f"{self.peer_id} answered {answer.wire.kind} where {expect.wire.kind} was expected")
-        return answer
-
-    async def wait_for_room(self, priority: Priority) -> None:
-        """Wait until less than the bound is queued at this priority."""
-        await self._core.queue.wait_for_room(priority)
+        return await self.caller.call(request, deadline_s=deadline_s, on_progress=on_progress)
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Take no new calls, let open ones end, say goodbye, and return when the stream is closed.
@@ -199,7 +151,7 @@ class Link:
             return
         ends_at = self._loop.time() + (self.options.close_s if timeout_s is None else timeout_s)
         self._is_closing = True
-        self._callee.is_closing = True
+        self.callee.is_closing = True
         try:
             async with asyncio.timeout_at(ends_at):
                 while self.error is None and self.num_open_calls:
@@ -224,11 +176,11 @@ class Link:
         """See `StreamReceiver`."""
         buffer = self._reader.get_buffer()
         # Under a receive cap, take little at once: the cap is kept by pausing in between.
-        return buffer[: self._core.shared.limiter.down.grant_bytes(len(buffer))]
+        return buffer[: self.shared.limiter.down.grant_bytes(len(buffer))]
 
     def buffer_updated(self, num_bytes: int) -> None:
         """See `StreamReceiver`."""
-        self._heartbeat.heard()
+        self.keepalive.heard()
         try:
             self._reader.buffer_updated(num_bytes)
         except ProtocolViolation as violation:
@@ -244,14 +196,14 @@ class Link:
 
     def pause_writing(self) -> None:
         """See `StreamReceiver`."""
-        self._core.queue.pause()
+        self.queue.pause()
 
     def resume_writing(self) -> None:
         """See `StreamReceiver`."""
-        self._core.queue.resume()
+        self.queue.resume()
 
     def _keep_receive_cap(self, num_bytes: int) -> None:
-        bucket = self._core.shared.limiter.down
+        bucket = self.shared.limiter.down
         bucket.charge(num_bytes)
         if bucket.in_debt() and not self._is_reading_paused and self.error is None:
             self._is_reading_paused = True
@@ -264,22 +216,44 @@ class Link:
         if not self._stream_closed.is_set():
             self._stream.resume_reading()
 
-    def _on_call_ended(self) -> None:
+    # What the two halves of the link, the router of its frames and its keepalive call.
+
+    def refuse(self, call_id: int, refusal: RefusalPayload) -> None:
+        """Answer a call with a refusal."""
+        self.traffic.refusals_sent[str(refusal.code)] += 1
+        self.queue.send_control(pack_refusal(FrameType.REFUSAL, call_id, refusal))
+
+    def count_received(self, message: InboundMessage, num_blob_bytes: int) -> None:
+        """Count a complete message, and tell its sender how fast it came."""
+        traffic = self.traffic.received.kind(message.kind)
+        traffic.num_messages += 1
+        traffic.blob_bytes += num_blob_bytes
+        measurement = self.inbound.measure(message)
+        if measurement is not None:
+            self.meter.down.add(measurement.num_bytes, measurement.seconds)
+            microseconds = max(1, round(measurement.seconds * 1e6))
+            frame = pack_pair(FrameType.RECEIVED, message.call_id, measurement.num_bytes, microseconds)
+            self.queue.send_control(frame)
+
+    def call_ended(self) -> None:
+        """Note that a call of either end has ended: a graceful close may wait for it."""
         self.used_at = self._loop.time()
         self._call_ended.set()
 
-    def _tick(self, now: float) -> None:
+    def tick(self, now: float) -> None:
+        """At every keepalive: fit the chunks to the wire, and look for calls that do not move."""
         if (rate := self.meter.up.bytes_per_s) is not None:
-            self._core.queue.fit_chunks(rate)
+            self.queue.fit_chunks(rate)
         try:
-            self._callee.check_stalled(now)
-            self._caller.check_abandoned()
-            if self._core.queue.stalled_s(self._stream.unsent_bytes) > self.options.write_stall_s:
+            self.callee.check_stalled(now)
+            self.caller.check_abandoned()
+            if self.queue.stalled_s(self._stream.unsent_bytes) > self.options.write_stall_s:
                 raise ProtocolViolation(Violation.NOT_READING, f"no byte taken for {self.options.write_stall_s:g} s")
         except ProtocolViolation as violation:
             self._violated(violation)
 
-    def _peer_silent(self, silent_s: float) -> None:
+    def peer_silent(self, silent_s: float) -> None:
+        """End the link: nothing has come for too long."""
         self._end(PeerSilent(f"link to {self.peer_id}: nothing heard for {silent_s:.1f} s"))
         self._stream.abort()
 
@@ -291,7 +265,8 @@ class Link:
         self._end(violation)
         self._close_stream()
 
-    def _goodbye_received(self, payload: RefusalPayload, last_seen: int) -> None:
+    def goodbye_received(self, payload: RefusalPayload, last_seen: int) -> None:
+        """The other end closes the link; it has begun no call after `last_seen`."""
         detail = ": ".join(part for part in (payload.code, payload.text) if part)
         self._end(LinkClosed(f"link to {self.peer_id}: the peer closed it ({detail})"), last_seen)
         self._close_stream()
@@ -299,11 +274,11 @@ class Link:
     def _say_goodbye(self, code: str, text: str) -> None:
         """The last frame: nothing is written after it."""
         if self.error is None:
-            self._callee.is_closing = True
+            self.callee.is_closing = True
             # Its call id is the last one that was begun here: later ones may safely be made elsewhere.
-            frame = pack_refusal(FrameType.GOODBYE, self._callee.last_call_id, RefusalPayload(code, text))
-            self._core.queue.send_control(frame)
-            self._core.queue.flush_control()
+            frame = pack_refusal(FrameType.GOODBYE, self.callee.last_call_id, RefusalPayload(code, text))
+            self.queue.send_control(frame)
+            self.queue.flush_control()
 
     def _close_stream(self) -> None:
         """Flush and close, but not for ever."""
@@ -325,12 +300,72 @@ class Link:
         if self.error is not None:
             return
         self.error = error
-        self._heartbeat.stop()
+        self.keepalive.stop()
         self._reader.stop()
-        self._core.queue.close()
-        self._core.inbound.close()
-        self._caller.link_lost(self._closed_error, last_seen)
-        self._callee.link_lost()
+        self.queue.close()
+        self.inbound.close()
+        self.caller.link_lost(self._closed_error, last_seen)
+        self.callee.link_lost()
         self._call_ended.set()
         if self._on_closed is not None:
             self._on_closed(self)
+
+
+class KeepAlive:
+    """Is the other end still there? Pings at a fixed interval, whatever else the link does.
+
+    Any received byte counts as a heartbeat, not only a pong: behind a long transfer a pong may be late, but then bytes
+    come. After `missed_heartbeats` intervals without a byte the peer is silent.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._interval_s = link.options.heartbeat_s
+        self._missed_limit = link.options.missed_heartbeats
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard_at = self._loop.time()
+        self._ticked_at = self._heard_at
+        self._nonce = 0
+        self._sent_at: float | None = None
+
+    def start(self) -> None:
+        """Ping now and from now on."""
+        self._heard_at = self._ticked_at = self._loop.time()
+        self._ping()
+        self._timer = self._loop.call_later(self._interval_s, self._tick)
+
+    def stop(self) -> None:
+        """No more pings and no more calls."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def heard(self) -> None:
+        """Bytes arrived."""
+        self._heard_at = self._loop.time()
+
+    def pong(self, nonce: int) -> None:
+        """The other end answered; measures if it is the answer to the latest ping."""
+        if nonce == self._nonce and self._sent_at is not None:
+            self._link.meter.rtt.add(world.monotonic() - self._sent_at)
+            self._sent_at = None
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        # If this process was stopped or its loop was blocked, what the peer sent meanwhile has not been read yet.
+        if now - self._ticked_at > 2 * self._interval_s:
+            self._heard_at = now
+        self._ticked_at = now
+        self._timer = self._loop.call_later(self._interval_s, self._tick)
+        silent_s = now - self._heard_at
+        if silent_s > self._missed_limit * self._interval_s:
+            self._link.peer_silent(silent_s)
+            return
+        self._link.tick(now)
+        self._ping()
+
+    def _ping(self) -> None:
+        self._nonce += 1
+        self._sent_at = world.monotonic()  # finer than the loop's clock, which may count in milliseconds
+        self._link.queue.send_control(pack_nonce(FrameType.PING, self._nonce))

@@ -7,26 +7,50 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar, overload
 
-from swarmtrain.p2p.errors import CallTimeout, LinkClosed, MalformedAnswer, NetError, PeerUnreachable, RefusalCode
-from swarmtrain.p2p.host_errors import HostDownError
-from swarmtrain.p2p.transport import ByteStream, Transport
-from swarmtrain.rpc.budget import Budget
+from swarmtrain.p2p.errors import HostDownError, NetError, PeerUnreachable
+from swarmtrain.p2p.network import ByteStream, Transport
 from swarmtrain.rpc.calls import OnProgress
-from swarmtrain.rpc.core import HandlerTasks, LinkOptions, Shared
-from swarmtrain.rpc.counters import Traffic
-from swarmtrain.rpc.exchange import Handler
-from swarmtrain.rpc.limiter import RateLimiter
-from swarmtrain.rpc.link import Link
+from swarmtrain.rpc.errors import CallTimeout, LinkClosed, MalformedAnswer, RefusalCode
+from swarmtrain.rpc.exchange import Handler, call_locally
+from swarmtrain.rpc.limits import Budget, HandlerTasks, RateLimiter, Shared
+from swarmtrain.rpc.link import Link, LinkOptions
 from swarmtrain.rpc.link_table import LinkRecord, LinkSnapshot, LinkTable
-from swarmtrain.rpc.loopback import call_locally
-from swarmtrain.rpc.meter import LinkEstimate
-from swarmtrain.rpc.rejection import Rejection
+from swarmtrain.rpc.meter import LinkEstimate, Traffic
 from swarmtrain.units import MIB
+from swarmtrain.wire.frames import FrameType, RefusalPayload, pack_refusal
 from swarmtrain.wire.schema import Message, Registry
 
+_PATIENCE_S = 2.0
 MOVING_S = 86400.0  # the deadline of a call that lasts while it moves
-
 M = TypeVar("M", bound=Message)
+
+
+class Rejection:
+    """Reads and ignores what still comes over a stream that is not wanted, until the other end closes it."""
+
+    def __init__(self, stream: ByteStream, code: str, text: str) -> None:
+        self._stream = stream
+        self._scratch = memoryview(bytearray(4096))
+        self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, stream.abort)
+        stream.start(self)
+        stream.write(pack_refusal(FrameType.GOODBYE, 0, RefusalPayload(code, text)))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See `StreamReceiver`."""
+        return self._scratch
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        """See `StreamReceiver`."""
+
+    def stream_closed(self, error: Exception | None) -> None:
+        """See `StreamReceiver`."""
+        self._timer.cancel()
+
+    def pause_writing(self) -> None:
+        """See `StreamReceiver`."""
+
+    def resume_writing(self) -> None:
+        """See `StreamReceiver`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +80,9 @@ class Node:
         *,
         limiter: RateLimiter | None = None,
         on_link_closed: Callable[[str, LinkClosed], None] | None = None,
+        look_up: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
+        """`look_up`: whether there is news of a peer that could not be dialed, which is then dialed once more."""
         self._transport = transport
         self._registry = registry
         self._handler = handler
@@ -74,7 +100,7 @@ class Node:
         self._closers: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.num_refused_streams = 0
-        self.look_up: Callable[[str], Awaitable[bool]] | None = None  # news of a peer that could not be dialed
+        self._look_up = look_up
         self._idle_timer = self._loop.call_later(self.options.idle_s / 4, self._close_idle_links)
         transport.listen(self._accept)
 
@@ -238,7 +264,7 @@ class Node:
         except HostDownError:
             raise
         except (NetError, OSError):
-            if self.look_up is None or not await self.look_up(peer_id):
+            if self._look_up is None or not await self._look_up(peer_id):
                 raise
         async with asyncio.timeout(self.options.dial_s):
             return await self._transport.open(peer_id, timeout_s=self.options.dial_s)

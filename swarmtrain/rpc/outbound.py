@@ -12,18 +12,96 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from swarmtrain import world
-from swarmtrain.rpc.counters import Direction
-from swarmtrain.rpc.limiter import Ticket, TokenBucket
-from swarmtrain.rpc.outgoing import OutboundMessage
+from swarmtrain.rpc.limits import Ticket, TokenBucket
+from swarmtrain.rpc.meter import Direction
 from swarmtrain.wire.checksum import crc32
-from swarmtrain.wire.frames import LINK_WINDOW_BYTES, MAX_CHUNK_BYTES, FrameType, Start, pack_header, pack_start
+from swarmtrain.wire.frames import (
+    CALL_WINDOW_BYTES,
+    LINK_WINDOW_BYTES,
+    MAX_CHUNK_BYTES,
+    SMALL_MESSAGE_BYTES,
+    FrameType,
+    Start,
+    pack_header,
+    pack_start,
+)
 from swarmtrain.wire.limits import Priority
+from swarmtrain.wire.schema import EncodedMessage
 
 _JOIN_BYTES = 8 << 10  # pieces up to here are joined: one write costs more than one small copy
 LOW_SHARE = 16
 _CHUNK_S = 0.005  # what a larger chunk may take of the wire's time
 _MOST_CHUNKS_IN_ONE = 4
 _FEWEST_CHUNK_BYTES = 1024  # what is left of a grant is not used for chunks smaller than this
+
+
+class OutboundMessage:
+    """A message on its way out. `credit` is how much of its body the receiver allows, `position` what was written."""
+
+    __slots__ = (
+        "_buffer_index",
+        "_buffer_offset",
+        "call_id",
+        "crc",
+        "credit",
+        "deadline_ms",
+        "encoded",
+        "on_start",
+        "on_written",
+        "position",
+        "start_type",
+    )
+
+    def __init__(
+        self,
+        start_type: FrameType,
+        encoded: EncodedMessage,
+        *,
+        deadline_ms: int = 0,
+        on_start: Callable[[], int],
+        on_written: Callable[[], None],
+    ) -> None:
+        self.start_type = start_type
+        self.encoded = encoded
+        self.deadline_ms = deadline_ms
+        self.on_start = on_start  # gives the call id; called just before the first byte is written
+        self.on_written = on_written
+        self.call_id = 0  # 0: nothing was written yet
+        self.credit = min(encoded.num_bytes, CALL_WINDOW_BYTES)
+        self.position = 0
+        self.crc = 0
+        self._buffer_index = 0
+        self._buffer_offset = 0
+
+    @property
+    def started(self) -> bool:
+        """Its first frame was written."""
+        return self.call_id != 0
+
+    @property
+    def window_bytes(self) -> int:
+        """What its beginning takes from the link's window; small messages take nothing."""
+        return 0 if self.encoded.num_bytes <= SMALL_MESSAGE_BYTES else min(self.encoded.num_bytes, CALL_WINDOW_BYTES)
+
+    @property
+    def num_left(self) -> int:
+        """Body bytes that are not written yet."""
+        return self.encoded.num_bytes - self.position
+
+    def take(self, num_bytes: int) -> list[memoryview]:
+        """The next `num_bytes` of the body, as views."""
+        pieces = []
+        self.position += num_bytes
+        while num_bytes:
+            buffer = self.encoded.buffers[self._buffer_index]
+            piece = buffer[self._buffer_offset : self._buffer_offset + num_bytes]
+            pieces.append(piece)
+            num_bytes -= len(piece)
+            self._buffer_offset += len(piece)
+            if self._buffer_offset == len(buffer):
+                self._buffer_index += 1
+                self._buffer_offset = 0
+        return pieces
 
 
 class OutboundQueue:

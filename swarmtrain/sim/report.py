@@ -63,13 +63,16 @@ def as_text(result: Result) -> str:
     return "\n".join(lines)
 
 
-def as_table(results: list[Result]) -> str:
-    """One line per run; runs that differ in their seed only are one line with the mean and the extremes."""
+TABLE_HEADERS = ("stages", "peers", "policies", "of the bound", "weakest stage", "moves/h")
+
+
+def table_rows(results: list[Result]) -> list[tuple[str, ...]]:
+    """One row per run under `TABLE_HEADERS`; runs that differ in their seed only share a row: mean and extremes."""
     groups: dict[tuple[int, int, str], list[Result]] = {}
     for result in results:
         key = (result.scenario.num_stages, result.scenario.num_peers, label(result))
         groups.setdefault(key, []).append(result)
-    lines = [f"{'stages':>6} {'peers':>6}  {'policies':<28} {'of the bound':>21} {'weakest stage':>14} {'moves/h':>8}"]
+    rows: list[tuple[str, ...]] = []
     for (num_stages, num_peers, name), group in groups.items():
         shares = sorted(result.efficiency for result in group)
         mean = sum(shares) / len(shares)
@@ -77,9 +80,8 @@ def as_table(results: list[Result]) -> str:
         assigned = sum(result.assigned / (result.bound or 1.0) for result in group) / len(group)
         hours = sum(result.scenario.minutes - result.scenario.warmup_minutes for result in group) / 60.0
         moves = sum(result.events.get("moves", 0) for result in group) / hours
-        reached = f"{mean:.3f}{spread}"
-        lines.append(f"{num_stages:>6} {num_peers:>6}  {name:<28} {reached:>21} {assigned:>14.3f} {moves:>8.0f}")
-    return "\n".join(lines)
+        rows.append((str(num_stages), str(num_peers), name, f"{mean:.3f}{spread}", f"{assigned:.3f}", f"{moves:.0f}"))
+    return rows
 
 
 def check_out(directory: Path) -> None:

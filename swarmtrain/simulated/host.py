@@ -8,13 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from swarmtrain import world
-from swarmtrain.p2p.address_book import AddressBook
-from swarmtrain.p2p.errors import PeerUnreachable
-from swarmtrain.p2p.host_errors import BootstrapError, DialResult, HostDownError
-from swarmtrain.p2p.host_options import HostEvent, HostEventKind, HostOptions
+from swarmtrain.p2p.dialing import AddressBook
+from swarmtrain.p2p.errors import BootstrapError, DialResult, HostDownError, PeerUnreachable
 from swarmtrain.p2p.identity import Identity
-from swarmtrain.p2p.p2pd_calls import CallHandler
-from swarmtrain.p2p.transport import ByteStream
+from swarmtrain.p2p.network import ByteStream, CallHandler, HostEvent, HostEventKind, HostOptions
 from swarmtrain.simulated.network import Network
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from swarmtrain import world
 from swarmtrain.machine import Door
 from swarmtrain.observe.control import Command
 from swarmtrain.observe.http import Handler
-from swarmtrain.p2p.host_errors import StateDirectoryInUseError
-from swarmtrain.p2p.host_options import HostOptions
-from swarmtrain.p2p.network import NetworkHost
+from swarmtrain.p2p.errors import StateDirectoryInUseError
+from swarmtrain.p2p.network import HostOptions, NetworkHost
 from swarmtrain.simulated.disk import Disk
 from swarmtrain.simulated.host import SimulatedHost
 from swarmtrain.simulated.loop import PROCESS, VirtualLoop

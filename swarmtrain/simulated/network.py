@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swarmtrain.p2p.transport import StreamReceiver
+from swarmtrain.p2p.network import StreamReceiver
 
 if TYPE_CHECKING:
     from swarmtrain.simulated.host import SimulatedHost

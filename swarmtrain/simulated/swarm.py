@@ -36,10 +36,10 @@ from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.observe.events import Event, Events, RunEnded, RunRolledBack, StepApplied
 from swarmtrain.observe.faults import Action, Faults, Point
-from swarmtrain.p2p.errors import LinkClosed
 from swarmtrain.peer.daemon import PeerDaemon
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.reference import make_sampler, open_run_source
+from swarmtrain.rpc.errors import LinkClosed
 from swarmtrain.run.invite import Invite, parse_invite
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.simulated.loop import VirtualLoop
@@ -201,8 +201,10 @@ class SimulatedSwarm:
         """Peers that run and serve (a stage)."""
         found = []
         for peer in self.peers:
-            settled = peer.daemon.settled if peer.daemon is not None and peer.is_running else None
-            if settled is not None and settled.state.value == "serving" and stage in (None, settled.stage):
+            assignment = peer.daemon.assignment if peer.daemon is not None and peer.is_running else None
+            if assignment is None or assignment.peer.state.value != "serving":
+                continue
+            if stage in (None, assignment.peer.stage):
                 found.append(peer)
         return found
 

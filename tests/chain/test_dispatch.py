@@ -13,9 +13,10 @@ from rpc.helpers import until
 
 from swarmtrain.chain.dispatch import MAX_TAKEN, REST_S, Dispatcher, _Watch
 from swarmtrain.chain.neighbours import router_options
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, LinkClosed, PeerUnreachable, Refusal
+from swarmtrain.p2p.errors import PeerUnreachable
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import PeerView, Pick, StageSnapshot
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, Refusal
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Code, Done, Hop, Progress, Work
 from swarmtrain.wire.peer_report import PeerReport

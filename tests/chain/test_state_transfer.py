@@ -16,7 +16,7 @@ from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
 from swarmtrain.model.buffers import state_digest
 from swarmtrain.model.state import StageState
 from swarmtrain.observe.faults import damaged
-from swarmtrain.p2p.errors import LinkClosed
+from swarmtrain.rpc.errors import LinkClosed
 from swarmtrain.rpc.node import Node
 from swarmtrain.wire.messages import ChunkDigests, FetchDigests, FetchState, StateChunk
 from swarmtrain.wire.schema import Message

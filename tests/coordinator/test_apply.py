@@ -17,7 +17,7 @@ from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.prepare import PreparedStage
 from swarmtrain.observe.events import Event, Events, PeerLost
-from swarmtrain.p2p.errors import CallRefused, LinkClosed
+from swarmtrain.rpc.errors import CallRefused, LinkClosed
 from swarmtrain.wire.messages import Applied, Apply, Code, Heartbeat, Prepared
 
 from .contexts import changed, heartbeat
@@ -112,7 +112,7 @@ async def shows_up(swarm: Swarm, sign: Heartbeat) -> None:
 def test_an_answer_that_was_lost_is_made_good_by_a_sign_of_life(tmp_path: Path) -> None:
     async def main() -> StepResult:
         swarm = Swarm(tmp_path, cut)
-        swarm.context.prepared = frozenset({("a", SIGN.incarnation)})
+        swarm.context.prepared = frozenset({("a", SIGN.report.incarnation)})
         task = await swarm.carry_out()
         assert not task.done()
         await shows_up(swarm, changed(SIGN, step=4, state_digest="d4"))
@@ -198,7 +198,7 @@ def test_a_resting_peer_that_holds_the_sum_is_told_until_it_has_applied(tmp_path
 def test_a_peer_of_the_roster_that_has_no_sum_is_lost_and_that_is_told_once(tmp_path: Path, state: str) -> None:
     async def main() -> None:
         swarm = Swarm(tmp_path, *[unprepared] * 3)
-        swarm.context.prepared = frozenset({("a", SIGN.incarnation)})
+        swarm.context.prepared = frozenset({("a", SIGN.report.incarnation)})
         await stands_still(swarm, changed(SIGN, state=state))
         assert swarm.num_told == 1
         assert lost(swarm) == ["cannot apply step 3: unprepared"]

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from swarmtrain.coordinator.blame import MAX_STRIKES, Blame, Reply
 from swarmtrain.coordinator.members import Member
-from swarmtrain.p2p.errors import CallRefused, NetError
+from swarmtrain.p2p.errors import NetError
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.wire.messages import Prepared, Unprepared
 from swarmtrain.wire.peer_report import PeerReport
 

@@ -14,7 +14,7 @@ from swarmtrain.coordinator.context import Wait
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.coordinator.heartbeats import Heartbeats
 from swarmtrain.observe.events import Events
-from swarmtrain.p2p.errors import Refusal
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Code, Directive, FetchRun, Hop, SeekStage
 from swarmtrain.wire.peer_report import STALLED

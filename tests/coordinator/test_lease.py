@@ -15,9 +15,9 @@ from chain.test_dispatch import FakeNeighbours
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.lease import Leases, ResizableSemaphore
-from swarmtrain.p2p.errors import CallRefused, Refusal
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import PeerView
+from swarmtrain.rpc.errors import CallRefused, Refusal
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Code, Done, Hop, Progress, Work
 from swarmtrain.wire.peer_report import PeerReport

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swarmtrain.chain.rebalancing import MoveRules, RebalanceRule
 from swarmtrain.coordinator.moves import Moves
-from swarmtrain.p2p.errors import Refusal
+from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import AskMove, SeekStage
 

@@ -11,7 +11,7 @@ from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.observe.events import Events
-from swarmtrain.p2p.errors import LinkClosed
+from swarmtrain.rpc.errors import LinkClosed
 from swarmtrain.run.presets import preset
 
 from .contexts import bare_context, heartbeat

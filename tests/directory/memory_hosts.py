@@ -6,11 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from swarmtrain.p2p.errors import PeerUnreachable
-from swarmtrain.p2p.host_errors import HostDownError
-from swarmtrain.p2p.host_options import HostEvent, HostEventKind
+from swarmtrain.p2p.errors import HostDownError, PeerUnreachable
 from swarmtrain.p2p.identity import Identity
-from swarmtrain.p2p.p2pd_calls import CallHandler
+from swarmtrain.p2p.network import CallHandler, HostEvent, HostEventKind
 
 
 class MemoryNetwork:

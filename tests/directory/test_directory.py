@@ -20,11 +20,9 @@ from p2p.host_helpers import hosts, run, until
 
 from swarmtrain.directory.dht import place_of_peer, place_of_topic
 from swarmtrain.directory.dht_messages import Ping, Store, Stored
-from swarmtrain.directory.directory import Directory, DirectoryOptions, TopicRule
-from swarmtrain.directory.record_store import RecordStore, StoreLimits
-from swarmtrain.directory.records import make_record
-from swarmtrain.p2p.errors import PeerUnreachable
-from swarmtrain.p2p.host_errors import HostDownError, NotConfirmedError, RecordError
+from swarmtrain.directory.directory import Directory, DirectoryOptions, NotConfirmedError, TopicRule
+from swarmtrain.directory.records import RecordError, RecordStore, StoreLimits, make_record
+from swarmtrain.p2p.errors import HostDownError, PeerUnreachable
 from swarmtrain.p2p.identity import Identity, RunKey
 
 from .memory_hosts import MemoryHost, MemoryNetwork

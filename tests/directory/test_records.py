@@ -10,19 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.directory.record_store import RecordStore, StoreLimits
 from swarmtrain.directory.records import (
     MAX_ENVELOPE_BYTES,
     MAX_VALUE_BYTES,
     Flaw,
     FlawedRecord,
     RecordChecker,
+    RecordError,
+    RecordStore,
+    StoreLimits,
     TopicRule,
     dht_key,
     make_record,
     topic_of,
 )
-from swarmtrain.p2p.host_errors import RecordError
 from swarmtrain.p2p.identity import Identity, RunKey
 
 NOW = 1_000_000.0

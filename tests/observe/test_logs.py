@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.observe.events import PeerJoined
-from swarmtrain.observe.logs import EventFile, daemon_log
+from swarmtrain.observe.logs import EventFile, LogFormatter, daemon_log
 
 EVENT = PeerJoined("peer-abcdefgh", 1, 3, at=1.0)
 
@@ -26,6 +26,17 @@ def test_a_log_is_for_people_on_a_terminal_and_json_elsewhere() -> None:
     daemon_log(pipe)(EVENT)
     assert terminal.getvalue().endswith(" peer abcdefgh serves stage 1 from step 3\n")
     assert json.loads(pipe.getvalue()) == EVENT.as_dict()
+
+
+def test_log_messages_are_printable_and_tracebacks_keep_their_lines() -> None:
+    try:
+        raise ValueError("x")
+    except ValueError as error:
+        failure = (type(error), error, error.__traceback__)
+    record = logging.LogRecord("net", logging.WARNING, __file__, 1, "refused: %s", ("\x1b[2J\nevil",), failure)
+    lines = LogFormatter().format(record).splitlines()
+    assert lines[0].endswith("W net: refused: ?[2J?evil")
+    assert lines[1] == "Traceback (most recent call last):"
 
 
 def test_the_event_file_rotates_and_loses_nothing_before_that(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import io
 import os
 import pty
 import select
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 from swarm.harness import REPOSITORY, clean_environment, swarmtrain
 
 from swarmtrain.cli.top_text import frame, sparkline
@@ -44,8 +47,16 @@ def snapshot(stages: list[list[dict[str, Any]]], **changes: Any) -> dict[str, An
 TWO = snapshot([[member("first", 0)], [member("second", 1)]])
 
 
+def drawn(now: Any, before: Any, losses: list[float], width: int, height: int) -> list[tuple[str, set[str]]]:
+    """Every line of the window, and the colours in it."""
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="standard")
+    lines = console.render_lines(frame(now, before, losses, width, height), pad=False)
+    colours = [{str(part.style.color.name) for part in line if part.style and part.style.color} for line in lines]
+    return [("".join(part.text for part in line), used) for line, used in zip(lines, colours, strict=True)]
+
+
 def texts(*arguments: Any) -> list[str]:
-    return [line.text for line in frame(*arguments)]
+    return [text for text, _ in drawn(*arguments)]
 
 
 def test_a_frame_has_the_run_its_peers_and_where_the_time_goes() -> None:
@@ -76,10 +87,11 @@ def test_trouble_stands_out() -> None:
     bad = snapshot(
         [[member("first", 0, doubt="link broke")], []], state="waiting", cause="waiting", reason="stage 1 has no peers"
     )
-    lines = frame(bad, bad, [], 120, 40)
-    looks = {line.look for line in lines if "link broken" in line.text or "nobody" in line.text}
-    assert looks == {"bad"}
-    assert any("waiting since" in line.text and "stage 1 has no peers" in line.text for line in lines)
+    lines = drawn(bad, bad, [], 120, 40)
+    (broken,) = [colours for text, colours in lines if "link broken" in text]
+    (empty,) = [colours for text, colours in lines if text.split()[:3] == ["1", "no", "peers"]]
+    assert broken == empty == {"red"}
+    assert any("waiting since" in text and "stage 1 has no peers" in text for text, _ in lines)
 
 
 @pytest.mark.parametrize("width", [20, 60, 79, 120, 300])
@@ -88,7 +100,27 @@ def test_frames_fit_every_window(width: int, height: int) -> None:
     crowd = snapshot([[member(f"p{i}", stage) for i in range(40)] for stage in range(3)])
     lines = texts(crowd, crowd, [1.0] * 400, width, height)
     assert len(lines) <= height
-    assert all(len(line) <= width for line in lines)
+    assert all(cell_len(line) <= width for line in lines)
+
+
+def test_an_80_column_window_shows_every_column_but_the_time_split() -> None:
+    lines = texts(TWO, TWO, [3.0], 80, 24)
+    assert next(x for x in lines if "STAGE" in x).split() == [
+        "STAGE",
+        "PEER",
+        "STATE",
+        "STEP",
+        "DONE",
+        "FWD+BWD",
+        "LAST",
+    ]
+    assert next(x for x in lines if "first" in x).split() == ["0", "first", "serving", "4", "12", "9.0", "ms", "1", "s"]
+
+
+def test_wide_characters_in_names_do_not_move_the_columns() -> None:
+    wide = snapshot([[member("日本語の名前のピアです", 0)], [member("plain", 1)]])
+    ends = {cell_len(line[: line.index(" ms")]) for line in texts(wide, wide, [], 80, 24) if " ms" in line}
+    assert len(ends) == 1
 
 
 def test_names_from_other_machines_cannot_move_the_cursor() -> None:

@@ -21,7 +21,7 @@ import uvloop
 from patience import PATIENCE
 
 from swarmtrain.p2p.host import Host, HostOptions
-from swarmtrain.p2p.transport import ByteStream
+from swarmtrain.p2p.network import ByteStream
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 DEADLINE_S = 30.0

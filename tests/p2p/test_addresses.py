@@ -20,7 +20,7 @@ from swarmtrain.p2p.addresses import (
     peer_id_of_key,
     peer_id_to_bytes,
 )
-from swarmtrain.p2p.host_errors import AddressError
+from swarmtrain.p2p.errors import AddressError
 
 PEER = "12D3KooWREJMG744GacRgthJqkpgySJbiwaYATrg7xE1vLqc9Xn1"
 RSA_PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

@@ -16,12 +16,11 @@ import pytest
 from patience import PATIENCE
 
 from swarmtrain.p2p.addresses import Address
-from swarmtrain.p2p.errors import NetError, PeerUnreachable
+from swarmtrain.p2p.errors import AddressError, HostDownError, NetError, PeerUnreachable
 from swarmtrain.p2p.host import Host, HostEvent, HostEventKind, HostOptions
-from swarmtrain.p2p.host_errors import AddressError, HostDownError
 from swarmtrain.p2p.identity import Identity
+from swarmtrain.p2p.network import ByteStream
 from swarmtrain.p2p.p2pd import P2pdOptions, bundled_p2pd
-from swarmtrain.p2p.transport import ByteStream
 
 from .host_helpers import LOOPBACK, ChildHost, Collector, echo_server, hosts, is_running, run, until
 

@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from swarmtrain.p2p.host import Host, HostOptions
-from swarmtrain.p2p.host_errors import (
+from swarmtrain.p2p.errors import (
     AddressError,
     AddressInUseError,
     BootstrapError,
@@ -26,6 +25,7 @@ from swarmtrain.p2p.host_errors import (
     StateDirectoryError,
     StateDirectoryInUseError,
 )
+from swarmtrain.p2p.host import Host, HostOptions
 from swarmtrain.p2p.identity import Identity
 
 from .host_helpers import LOOPBACK, hosts, run

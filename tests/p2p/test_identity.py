@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.p2p.host_errors import IdentityError, StateDirectoryError
+from swarmtrain.p2p.errors import IdentityError, StateDirectoryError
 from swarmtrain.p2p.identity import Identity, RunKey, verify
 
 

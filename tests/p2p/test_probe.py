@@ -10,9 +10,9 @@ import pytest
 from patience import PATIENCE
 
 from swarmtrain.p2p.addresses import Address
+from swarmtrain.p2p.dialing import answering, connect_once
 from swarmtrain.p2p.errors import PeerUnreachable
 from swarmtrain.p2p.host import Host, HostOptions
-from swarmtrain.p2p.probe import answering, connect_once
 
 from .host_helpers import Collector, echo_server
 

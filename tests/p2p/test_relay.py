@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmtrain.p2p import relay
-from swarmtrain.p2p.errors import PeerUnreachable
+from swarmtrain.p2p.errors import AddressError, P2pdFailedError, PeerUnreachable
 from swarmtrain.p2p.host import Host, HostOptions
-from swarmtrain.p2p.host_errors import AddressError, P2pdFailedError
 from swarmtrain.p2p.identity import Identity
 from swarmtrain.p2p.relay import Reservation, read_answer, reserve
 

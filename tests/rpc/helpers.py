@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 from patience import PATIENCE
 
-from swarmtrain.p2p.transport import ByteStream
-from swarmtrain.rpc.core import LinkOptions, Shared
+from swarmtrain.p2p.network import ByteStream
 from swarmtrain.rpc.exchange import Exchange, Handler
-from swarmtrain.rpc.link import Link
+from swarmtrain.rpc.limits import Shared
+from swarmtrain.rpc.link import Link, LinkOptions
 from swarmtrain.wire.schema import Blob, MaxLength, Message, Priority, Range, Registry, message
 
 from .transports import memory_pair

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.rpc.budget import Budget, Reservation
+from swarmtrain.rpc.limits import Budget, Reservation
 
 
 def nothing() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmtrain.errors import UsageError
-from swarmtrain.rpc.counters import Direction
-from swarmtrain.rpc.limiter import BURST_S, LOW_SHARE, RateLimiter, Ticket, TokenBucket
+from swarmtrain.rpc.limits import BURST_S, LOW_SHARE, RateLimiter, Ticket, TokenBucket
+from swarmtrain.rpc.meter import Direction
 from swarmtrain.rpc.outbound import OutboundQueue
 from swarmtrain.wire.limits import Priority
 

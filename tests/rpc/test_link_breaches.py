@@ -11,10 +11,9 @@ import zlib
 
 import pytest
 
-from swarmtrain.p2p.errors import CallTimeout, MalformedAnswer, ProtocolViolation, Violation
 from swarmtrain.rpc import calls
-from swarmtrain.rpc.core import LinkOptions
-from swarmtrain.rpc.link import Link
+from swarmtrain.rpc.errors import CallTimeout, MalformedAnswer, ProtocolViolation, Violation
+from swarmtrain.rpc.link import Link, LinkOptions
 from swarmtrain.wire import frames
 from swarmtrain.wire.frames import FrameType, Start
 from swarmtrain.wire.schema import encode

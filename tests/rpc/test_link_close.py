@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from swarmtrain.p2p.errors import CallRefused, LinkClosed, RefusalCode
-from swarmtrain.rpc.core import Shared
+from swarmtrain.rpc.errors import CallRefused, LinkClosed, RefusalCode
 from swarmtrain.rpc.exchange import Exchange
+from swarmtrain.rpc.limits import Shared
 from swarmtrain.wire.schema import Message
 
 from .helpers import Ask, Reply, Tensor, echo, make_links, pattern, run, until

@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from swarmtrain.p2p.errors import LinkClosed, PeerSilent, ProtocolViolation, Violation
-from swarmtrain.rpc.core import LinkOptions
+from swarmtrain.rpc.errors import LinkClosed, PeerSilent, ProtocolViolation, Violation
 from swarmtrain.rpc.exchange import Exchange
-from swarmtrain.rpc.link import Link
+from swarmtrain.rpc.link import Link, LinkOptions
 from swarmtrain.wire import frames
 from swarmtrain.wire.schema import Message
 

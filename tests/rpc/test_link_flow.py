@@ -9,15 +9,13 @@ import tracemalloc
 
 import pytest
 
-from swarmtrain.p2p.errors import CallTimeout, ProtocolViolation, Violation
-from swarmtrain.rpc.budget import Budget, Reservation
 from swarmtrain.rpc.calls import OutgoingCall
-from swarmtrain.rpc.core import LinkOptions, Shared
+from swarmtrain.rpc.errors import CallTimeout, ProtocolViolation, Violation
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.rpc.inbound import InboundMessage
-from swarmtrain.rpc.limiter import RateLimiter
-from swarmtrain.rpc.link import Link
-from swarmtrain.rpc.outgoing import OutboundMessage
+from swarmtrain.rpc.limits import Budget, RateLimiter, Reservation, Shared
+from swarmtrain.rpc.link import Link, LinkOptions
+from swarmtrain.rpc.outbound import OutboundMessage
 from swarmtrain.wire import frames
 from swarmtrain.wire.schema import Message, Priority
 
@@ -253,9 +251,10 @@ def test_receiving_allocates_one_buffer_of_the_declared_size() -> None:
         gc.collect()
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
-        answer = await left.call(Tensor(1, data), deadline_s=30, expect=Tensor)
+        answer = await left.call(Tensor(1, data), deadline_s=30)
         peak = tracemalloc.get_traced_memory()[1] - before
         tracemalloc.stop()
+        assert isinstance(answer, Tensor)
         assert answer.data == data
         assert peak < 2 * (16 * MIB) + 4 * MIB, "one buffer for the request and one for the answer"
         await close_both(left, right)

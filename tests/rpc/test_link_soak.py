@@ -7,11 +7,10 @@ import random
 
 import pytest
 
-from swarmtrain.p2p.errors import CallRefused, CallTimeout, Refusal
-from swarmtrain.rpc.budget import Budget
-from swarmtrain.rpc.core import LinkOptions, Shared
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, Refusal
 from swarmtrain.rpc.exchange import Exchange
-from swarmtrain.rpc.link import Link
+from swarmtrain.rpc.limits import Budget, Shared
+from swarmtrain.rpc.link import Link, LinkOptions
 from swarmtrain.wire.frames import LINK_WINDOW_BYTES
 from swarmtrain.wire.schema import Message
 
@@ -78,12 +77,12 @@ async def disturb(streams: tuple[MemoryStream, MemoryStream], generator: random.
 def assert_balanced(sender: Link, receiver: Link) -> None:
     """The sender's windows and what the receiver owes it make the whole; nothing is open or reserved."""
     for is_request in (True, False):
-        owed = receiver._core.inbound._owed_window[is_request]
-        assert receiver._core.inbound._open_window[is_request] == owed
-        assert sender._core.queue._windows[is_request] + owed == LINK_WINDOW_BYTES
-    assert not sender._caller._calls
-    assert not sender._caller._queued
-    assert not receiver._callee._calls
+        owed = receiver.inbound._owed_window[is_request]
+        assert receiver.inbound._open_window[is_request] == owed
+        assert sender.queue._windows[is_request] + owed == LINK_WINDOW_BYTES
+    assert not sender.caller._calls
+    assert not sender.caller._queued
+    assert not receiver.callee._calls
     assert sender.backlog_bytes == 0
 
 

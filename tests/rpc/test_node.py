@@ -8,19 +8,11 @@ import os
 
 import pytest
 
-from swarmtrain.p2p.errors import (
-    CallRefused,
-    CallTimeout,
-    LinkClosed,
-    MalformedAnswer,
-    PeerUnreachable,
-    Refusal,
-    RefusalCode,
-)
-from swarmtrain.p2p.host_errors import HostDownError
-from swarmtrain.p2p.transport import ByteStream
-from swarmtrain.rpc.core import LinkOptions
+from swarmtrain.p2p.errors import HostDownError, PeerUnreachable
+from swarmtrain.p2p.network import ByteStream
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, Refusal, RefusalCode
 from swarmtrain.rpc.exchange import Exchange, Handler
+from swarmtrain.rpc.link import LinkOptions
 from swarmtrain.rpc.node import Node, NodeOptions
 from swarmtrain.wire.errors import TooLong
 from swarmtrain.wire.schema import Message
@@ -56,6 +48,17 @@ def test_a_call_dials_once_and_later_calls_reuse_the_link() -> None:
         assert network.transports["a"].num_dials == 2
         assert {(link.peer_id, link.outgoing) for link in a.links()} == {("b", True), ("c", True)}
         assert [(link.peer_id, link.outgoing) for link in nodes["b"].links()] == [("a", False)]
+        await close_all(nodes)
+
+    run(main())
+
+
+def test_an_answer_of_another_kind_than_expected_is_an_error() -> None:
+    async def main() -> None:
+        _, nodes = make_nodes("a", "b")
+        assert await nodes["a"].call("b", Ask(1), 10, expect=Reply) == Reply(1)
+        with pytest.raises(MalformedAnswer, match="reply"):
+            await nodes["a"].call("b", Ask(1), 10, expect=State)
         await close_all(nodes)
 
     run(main())

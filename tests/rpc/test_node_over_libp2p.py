@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from swarmtrain.p2p.errors import LinkClosed, NetError, PeerUnreachable
+from swarmtrain.p2p.errors import NetError, PeerUnreachable
 from swarmtrain.p2p.host import Host
-from swarmtrain.p2p.host_options import HostOptions
-from swarmtrain.rpc.core import LinkOptions
+from swarmtrain.p2p.network import HostOptions
+from swarmtrain.rpc.errors import LinkClosed
 from swarmtrain.rpc.exchange import Exchange
+from swarmtrain.rpc.link import LinkOptions
 from swarmtrain.rpc.node import Node, NodeOptions
 from swarmtrain.wire.schema import Message
 

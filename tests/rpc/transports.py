@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from swarmtrain.p2p.errors import NetError
-from swarmtrain.p2p.host_errors import HostDownError
-from swarmtrain.p2p.transport import ByteStream, StreamReceiver
+from swarmtrain.p2p.errors import HostDownError, NetError
+from swarmtrain.p2p.network import ByteStream, StreamReceiver
 
 
 @dataclass

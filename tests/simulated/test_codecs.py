@@ -15,7 +15,7 @@ import torch
 from swarmtrain.checkpoint import Checkpoint, latest
 from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
 from swarmtrain.data.prepare import PrepareOptions, prepare
-from swarmtrain.p2p.errors import CallRefused
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.simulated.judge import References
 from swarmtrain.simulated.swarm import SimulatedSwarm
@@ -211,7 +211,7 @@ def test_messages_of_another_epoch_of_the_subspace_are_refused(simulated: Make) 
         tokens = bytes(17)
         work = Work(status["run"], status["term"], 1, step, 5, epoch, False, (), tokens, boundary)
         try:
-            await sender.daemon.settled.node.call(target.peer_id, work, deadline_s=30.0)
+            await sender.daemon.assignment.peer.node.call(target.peer_id, work, deadline_s=30.0)
         except CallRefused as refusal:
             found.append(refusal.code)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from swarmtrain.codec import Direction, MessageContext, make_encoder, parse_spec
-from swarmtrain.p2p.errors import CallRefused
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.simulated.judge import References
 from swarmtrain.wire.messages import Code, FetchDigests, FetchRun, FetchState, ReduceShare, Work
 from swarmtrain.wire.schema import Message
@@ -49,7 +49,7 @@ def test_messages_of_another_run_stage_step_or_term_are_refused(simulated: Make,
 
     async def ask(number: int, message: Message) -> None:
         try:
-            answer = await sender.daemon.settled.node.call(target.peer_id, message, deadline_s=120.0)
+            answer = await sender.daemon.assignment.peer.node.call(target.peer_id, message, deadline_s=120.0)
             found[number] = f"answered {answer.wire.kind}"
         except CallRefused as refusal:
             found[number] = refusal.code

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from swarmtrain.p2p.errors import CallRefused
 from swarmtrain.p2p.host import Host
-from swarmtrain.p2p.host_options import HostOptions
-from swarmtrain.p2p.transport import ByteStream
+from swarmtrain.p2p.network import ByteStream, HostOptions
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.rpc.node import Node
 from swarmtrain.wire import frames

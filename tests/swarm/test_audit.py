@@ -19,7 +19,7 @@ from swarmtrain.cli.main import app
 from swarmtrain.coordinator.journal import DATA_DIGEST, Decision, Journal
 from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.errors import ExitCode
-from swarmtrain.p2p.host_errors import StateDirectoryInUseError
+from swarmtrain.p2p.errors import StateDirectoryInUseError
 from swarmtrain.reference import ReferenceTrainer
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.schedule import gradient_scale, learning_rate, mean_loss

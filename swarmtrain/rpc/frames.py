@@ -1,4 +1,4 @@
-"""From bytes to frames, without a copy of what is large.
+"""From bytes to frames, without a copy of what is large, and from frames to the half of the link that they belong to.
 
 Headers and control frames pass through one small scratch buffer. When a chunk does not end in it, the stream is handed
 the message's own buffer, and the rest of the chunk is received straight into its place.
@@ -7,14 +7,30 @@ the message's own buffer, and the rest of the chunk is received straight into it
 from __future__ import annotations
 
 import zlib
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from swarmtrain.p2p.errors import ProtocolViolation, Violation
+from swarmtrain.rpc.errors import ProtocolViolation, Violation
 from swarmtrain.wire.checksum import crc32
 from swarmtrain.wire.errors import BadFrame, WrongVersion
-from swarmtrain.wire.frames import HEADER_BYTES, BadMagic, FrameHeader, FrameType, parse_header
+from swarmtrain.wire.frames import (
+    HEADER_BYTES,
+    START_TYPES,
+    BadMagic,
+    FrameHeader,
+    FrameType,
+    pack_nonce,
+    parse_header,
+    parse_nonce,
+    parse_pair,
+    parse_refusal,
+    parse_start,
+)
+
+if TYPE_CHECKING:
+    from swarmtrain.rpc.link import Link
 
 SCRATCH_BYTES = 32 << 10
+_MAX_WAITING_CONTROL_FRAMES = 4096
 
 
 class FrameSink(Protocol):
@@ -132,3 +148,94 @@ class FrameReader:
         if crc != header.crc:
             raise ProtocolViolation(Violation.BAD_CHECKSUM, "a chunk is damaged, missing or out of order")
         self._sink.chunk_complete(header.call_id, header.length, crc)
+
+
+class FrameRouter:
+    """Checks that a frame may come now, counts it, and gives it to the calling or to the answering half of the link.
+
+    `initiator` is True at the end that opened the stream: its calls have odd numbers.
+    """
+
+    def __init__(self, link: Link, *, initiator: bool) -> None:
+        self._link = link
+        self._caller = link.caller
+        self._callee = link.callee
+        self._initiator = initiator
+        self._received = link.traffic.received
+        self.has_hello = False
+
+    def control_received(self, header: FrameHeader, payload: memoryview) -> None:
+        """See `FrameSink`."""
+        frame_type, call_id = header.frame_type, header.call_id
+        if frame_type in START_TYPES:
+            self._check_hello(frame_type)
+            self._start_received(header, payload)
+            return
+        self._received.control_bytes += HEADER_BYTES + len(payload)
+        self._check_hello(frame_type)
+        if self._link.queue.num_control_frames > _MAX_WAITING_CONTROL_FRAMES:
+            raise ProtocolViolation(Violation.NOT_READING, "too many control frames wait for the peer to read them")
+        if frame_type is FrameType.PING:
+            self._link.queue.send_control(pack_nonce(FrameType.PONG, parse_nonce(payload)))
+        elif frame_type is FrameType.PONG:
+            self._link.keepalive.pong(parse_nonce(payload))
+        elif frame_type is FrameType.CREDIT:
+            self._credit_received(call_id, *parse_pair(payload))
+        elif frame_type is FrameType.RECEIVED:
+            num_bytes, microseconds = parse_pair(payload)
+            self._link.meter.up.add(num_bytes, microseconds / 1e6)
+        elif frame_type is FrameType.REFUSAL:
+            self._expect_call_of(call_id, own=True)
+            self._caller.refused(call_id, parse_refusal(payload))
+        elif frame_type is FrameType.CANCEL:
+            self._expect_call_of(call_id, own=False)
+            self._callee.cancelled(call_id)
+        elif frame_type is FrameType.GOODBYE:
+            self._link.goodbye_received(parse_refusal(payload), call_id)
+
+    def chunk_begins(self, call_id: int, num_bytes: int) -> tuple[memoryview, int]:
+        """See `FrameSink`."""
+        message = (self._caller if self._is_own(call_id) else self._callee).inbound_message(call_id)
+        traffic = self._received.kind(message.kind)
+        traffic.frame_bytes += HEADER_BYTES
+        traffic.body_bytes += num_bytes
+        return self._link.inbound.chunk_begins(message, num_bytes)
+
+    def chunk_complete(self, call_id: int, num_bytes: int, crc: int) -> None:
+        """See `FrameSink`."""
+        half = self._caller if self._is_own(call_id) else self._callee
+        message = half.inbound_message(call_id)
+        if self._link.inbound.chunk_complete(message, num_bytes, crc):
+            half.message_complete(message)
+
+    def _is_own(self, call_id: int) -> bool:
+        return (call_id % 2 == 1) == self._initiator
+
+    def _expect_call_of(self, call_id: int, *, own: bool) -> None:
+        if self._is_own(call_id) is not own:
+            raise ProtocolViolation(Violation.UNKNOWN_CALL, f"call {call_id} is not the other end's to speak about")
+
+    def _check_hello(self, frame_type: FrameType) -> None:
+        is_hello = frame_type is FrameType.HELLO
+        if frame_type is FrameType.GOODBYE:  # a peer that does not want the stream says so at once
+            return
+        if not self.has_hello and not is_hello:
+            raise ProtocolViolation(Violation.NO_HELLO, f"{frame_type.name} before HELLO")
+        if self.has_hello and is_hello:
+            raise ProtocolViolation(Violation.OUT_OF_ORDER, "a second HELLO")
+        self.has_hello = True
+
+    def _start_received(self, header: FrameHeader, payload: memoryview) -> None:
+        is_request = header.frame_type is FrameType.REQUEST
+        self._expect_call_of(header.call_id, own=not is_request)
+        start = parse_start(payload)
+        if is_request:
+            self._callee.start_received(header.call_id, start)
+        else:
+            self._caller.start_received(header.call_id, header.frame_type, start)
+        self._received.kind(start.kind).frame_bytes += HEADER_BYTES + len(payload)
+
+    def _credit_received(self, call_id: int, call_bytes: int, window_bytes: int) -> None:
+        own = self._is_own(call_id)
+        message = self._caller.request_of(call_id) if own else self._callee.sending(call_id)
+        self._link.queue.grant(message, own, call_bytes, window_bytes)

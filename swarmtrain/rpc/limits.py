@@ -1,19 +1,24 @@
-"""Rate caps of a daemon: one token bucket for everything it sends and one for everything it receives.
+"""The limits that all links of a daemon share: rates, memory for received messages, running handlers.
 
-Who may send next is decided by priority over all links together, so that a state download on one link cannot hold back
-a boundary tensor on another. Tokens may go negative by one grant: the next one waits that much longer, so the average
-is exact. Over any window of w seconds a bucket lets through at most rate * (w + BURST_S) bytes plus one grant.
+Rates: one token bucket for everything that a daemon sends and one for everything that it receives. Who may send next is
+decided by priority over all links together, so that a state download on one link cannot hold back a boundary tensor on
+another. Tokens may go negative by one grant: the next one waits that much longer, so the average is exact. Over any
+window of w seconds a bucket lets through at most rate * (w + BURST_S) bytes plus one grant.
+
+Memory: reserved before it is allocated, first come first served.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from swarmtrain import world
 from swarmtrain.errors import UsageError
+from swarmtrain.units import MIB
 from swarmtrain.wire.limits import Priority
 
 BURST_S = 0.2  # unused rate that is kept for later: bridges the lateness of timers
@@ -21,7 +26,6 @@ HEADERS = 0.05  # of TCP, IP and the encryption, relative to what this program s
 LOW_SHARE = 16  # one grant in so many goes to the least urgent, so that nothing starves for ever
 _GRANT_S = 0.05  # at low rates a grant is this much of a second, so that control frames need not wait long
 _MIN_GRANT_BYTES = 2048
-
 Schedule = Callable[[float, Callable[[], None]], "Cancellable"]
 
 
@@ -181,3 +185,138 @@ class RateLimiter:
 
 def _without_headers(rate_bytes_per_s: float | None) -> float | None:
     return None if rate_bytes_per_s is None else rate_bytes_per_s / (1.0 + HEADERS)
+
+
+def _nothing() -> None:
+    pass
+
+
+class Reservation:
+    """A share of a budget, or a place in the queue for it."""
+
+    __slots__ = ("_budget", "admitted", "num_bytes", "on_admitted", "released")
+
+    def __init__(self, budget: Budget, num_bytes: int, on_admitted: Callable[[], None]) -> None:
+        self._budget = budget
+        self.on_admitted = on_admitted
+        self.num_bytes = num_bytes
+        self.admitted = False
+        self.released = False
+
+    def release(self) -> None:
+        """Give the share back, or leave the queue. A second call does nothing."""
+        if self.released:
+            return
+        self.released = True
+        self.on_admitted = _nothing  # it knows the message, which knows this: they must not keep each other alive
+        self._budget._give_back(self)
+
+
+class Budget:
+    """`limit_bytes` of memory. A child budget takes from its parent as well, and all of a family share one queue."""
+
+    def __init__(self, limit_bytes: int, parent: Budget | None = None) -> None:
+        self.limit_bytes: int = limit_bytes if parent is None else min(limit_bytes, parent.limit_bytes)
+        self.used_bytes = 0
+        self._parent = parent
+        self._queue: list[Reservation] = [] if parent is None else parent._queue
+
+    def reserve(self, num_bytes: int, on_admitted: Callable[[], None]) -> Reservation:
+        """Reserve now (`admitted` is True, `on_admitted` is not called) or queue (it is called once there is room).
+
+        `num_bytes` must not be above `limit_bytes`: such a reservation could never be admitted.
+        """
+        if num_bytes > self.limit_bytes:
+            raise ValueError(f"{num_bytes} bytes can never fit a budget of {self.limit_bytes}")
+        reservation = Reservation(self, num_bytes, on_admitted)
+        self._queue.append(reservation)
+        self._serve_queue(fresh=reservation)
+        return reservation
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self.used_bytes + num_bytes <= self.limit_bytes
+
+    def _take(self, num_bytes: int) -> None:
+        self.used_bytes += num_bytes
+        if self._parent is not None:
+            self._parent._take(num_bytes)
+
+    def _give_back(self, reservation: Reservation) -> None:
+        if reservation.admitted:
+            self._take(-reservation.num_bytes)
+        else:
+            self._queue.remove(reservation)
+        self._serve_queue()
+
+    def _serve_queue(self, fresh: Reservation | None = None) -> None:
+        """Admit in order. A full child blocks its own reservations only, a full parent blocks everybody's.
+
+        So nothing is overtaken for ever by smaller ones. `fresh` is told by its `admitted`, not by its callback.
+        """
+        blocked: set[Budget] = set()
+        for reservation in tuple(self._queue):
+            budget = reservation._budget
+            if reservation.released or reservation.admitted or budget in blocked:
+                continue
+            if budget._parent is not None and not budget._parent._fits(reservation.num_bytes):
+                return
+            if not budget._fits(reservation.num_bytes):
+                blocked.add(budget)
+                continue
+            self._queue.remove(reservation)
+            budget._take(reservation.num_bytes)
+            reservation.admitted = True
+            if reservation is not fresh:
+                reservation.on_admitted()
+
+
+class HandlerTasks:
+    """The tasks in which handlers run. They outlive their links: a lost caller does not cancel the work."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num_claimed = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_running(self) -> int:
+        """Tasks that have not ended."""
+        return len(self._tasks)
+
+    def try_claim(self) -> bool:
+        """Take a place; False if all are taken. Give it back with `unclaim`."""
+        if self._num_claimed >= self._limit:
+            return False
+        self._num_claimed += 1
+        return True
+
+    def unclaim(self) -> None:
+        """Give a place back."""
+        self._num_claimed -= 1
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `coroutine` in a task that is kept until it ends."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for all tasks; cancel those that have not ended after `timeout_s`."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(slots=True)
+class Shared:
+    """What all links of a daemon share: rate caps, memory, places for handlers."""
+
+    limiter: RateLimiter = field(default_factory=RateLimiter)
+    tasks: HandlerTasks = field(default_factory=lambda: HandlerTasks(4096))
+    request_budget: Budget = field(default_factory=lambda: Budget(512 * MIB))
+    answer_budget: Budget = field(default_factory=lambda: Budget(512 * MIB))

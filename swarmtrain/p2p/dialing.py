@@ -1,0 +1,115 @@
+"""Where peers can be dialed, and whether anything listens there: asked before p2pd dials, which remembers failures.
+
+After a failed dial libp2p refuses to try that address again for 5 s, then 6, 9, 14 s and so on. A daemon that is
+started again within a second, as ours are, would stay out of reach for as long. So p2pd is sent only where a plain TCP
+connection was just made: its memory stays clean, and a peer that came back is reached at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+
+from swarmtrain.p2p.addresses import Address, group_by_peer
+from swarmtrain.p2p.errors import AddressError
+
+logger = logging.getLogger(__name__)
+
+MAX_KNOWN_PEERS = 20_000
+MAX_ADDRESSES_OF_PEER = 16
+GRACE_S, GRACE_RATIO = 0.1, 3.0
+Probe = Callable[[str, int], Awaitable[None]]  # host and port; raises OSError if nobody listens there
+
+
+class AddressBook:
+    """Addresses by peer; the least recently learned go first when there are too many."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, tuple[Address, ...]] = OrderedDict()
+        self._in_doubt: set[str] = set()  # known peers that could not be reached the last time
+
+    def get(self, peer_id: str) -> tuple[Address, ...]:
+        """What is known of a peer; empty if nothing."""
+        return self._known.get(peer_id, ())
+
+    def learn(self, addresses: Iterable[str], *, of: str | None = None) -> None:
+        """Remember addresses (with /p2p/…), in place of what was known of those peers.
+
+        They may come from strangers: what is no address, or not one `of` that peer (if given), is ignored. Give `of`
+        for what a peer says of itself, or it could replace the addresses of others.
+        """
+        for peer_id, parsed in _readable(addresses).items():
+            if of is not None and peer_id != of:
+                continue
+            self._known[peer_id] = parsed[:MAX_ADDRESSES_OF_PEER]
+            self._known.move_to_end(peer_id)
+            self._in_doubt.discard(peer_id)
+        while len(self._known) > MAX_KNOWN_PEERS:
+            self._in_doubt.discard(self._known.popitem(last=False)[0])
+
+    def hear(self, addresses: Iterable[str], *, of: str) -> None:
+        """As `learn`, for what others say of a peer: taken only if nothing is known of it, or nothing that worked."""
+        if of not in self._known or of in self._in_doubt:
+            self.learn(addresses, of=of)
+
+    def dialed(self, peer_id: str, *, reached: bool) -> None:
+        """Whether what is known of a peer has led to it."""
+        if reached:
+            self._in_doubt.discard(peer_id)
+        elif peer_id in self._known:
+            self._in_doubt.add(peer_id)
+
+
+def _readable(addresses: Iterable[str]) -> dict[str, tuple[Address, ...]]:
+    """`group_by_peer` of those that can be read; the others are left out."""
+    grouped: dict[str, tuple[Address, ...]] = {}
+    for text in addresses:
+        try:
+            ((peer_id, parsed),) = group_by_peer([text]).items()
+        except AddressError as error:
+            logger.debug("an address that is none was ignored: %s", error)
+            continue
+        grouped[peer_id] = (*grouped.get(peer_id, ()), *parsed)
+    return grouped
+
+
+async def connect_once(host: str, port: int) -> None:
+    """Make a TCP connection and end it. Raises OSError."""
+    _, writer = await asyncio.open_connection(host, port)
+    writer.transport.abort()
+
+
+async def answering(addresses: Iterable[Address], probe: Probe, *, timeout_s: float) -> tuple[tuple[Address, ...], str]:
+    """Those whose first hop takes TCP connections, in order, and why others do not ("" if all do).
+
+    Of an address through a relay, the relay is asked. Once one has answered, the others get a moment more: a firewall
+    swallows dials in silence, and a direct way is worth waiting for when a relay was quicker.
+    """
+    asked = tuple(addresses)
+    loop = asyncio.get_running_loop()
+    asking = {end: loop.create_task(_why_not(*end, probe)) for end in dict.fromkeys((a.host, a.port) for a in asked)}
+    started_at = loop.time()
+    try:
+        pending, ends_at = set(asking.values()), started_at + timeout_s
+        while pending and (left_s := ends_at - loop.time()) > 0:
+            done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.result() is None for task in done):
+                ends_at = min(ends_at, loop.time() + GRACE_S + GRACE_RATIO * (loop.time() - started_at))
+        reasons = {end: task.result() if task.done() else "i/o timeout" for end, task in asking.items()}
+    finally:
+        for task in asking.values():
+            task.cancel()
+    good = tuple(address for address in asked if reasons[address.host, address.port] is None)
+    return good, "; ".join(reason for reason in dict.fromkeys(reasons.values()) if reason is not None)
+
+
+async def _why_not(host: str, port: int, probe: Probe) -> str | None:
+    try:
+        await probe(host, port)
+    except ConnectionRefusedError:
+        return "connection refused"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return None

@@ -1,0 +1,144 @@
+"""What can go wrong with a link and a call. All that `Link.call` and `Node.call` raise derives from `NetError`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from swarmtrain.errors import ExitCode
+from swarmtrain.p2p.errors import NetError
+from swarmtrain.wire.frames import RefusalPayload
+
+
+class LinkClosed(NetError):
+    """The link ended before the answer came.
+
+    `request_sent` is False if not a single byte of the request was written: then the peer cannot have begun it.
+    """
+
+    error_id = "ST-LINK-CLOSED"
+
+    def __init__(self, message: str, *, request_sent: bool = True, fix: str = "") -> None:
+        super().__init__(message, fix=fix)
+        self.request_sent = request_sent
+
+
+class PeerSilent(LinkClosed):
+    """Nothing came from the peer for several keepalives."""
+
+    error_id = "ST-PEER-SILENT"
+
+
+class Violation(StrEnum):
+    """Why a link was closed by its protocol; also the label under which it is counted."""
+
+    BAD_MAGIC = "bad-magic"  # the bytes are no frames of ours
+    WRONG_VERSION = "wrong-version"
+    BAD_HEADER = "bad-header"  # the header's own checksum, its type or its length is wrong
+    BAD_CHECKSUM = "bad-checksum"
+    BAD_CONTROL = "bad-control"  # a control frame whose payload does not parse
+    NO_HELLO = "no-hello"
+    UNKNOWN_KIND = "unknown-kind"
+    TOO_LARGE = "too-large"  # a message above the limit of its kind or of the link
+    UNKNOWN_CALL = "unknown-call"
+    OUT_OF_ORDER = "out-of-order"  # a frame that is not allowed in the state of its call
+    OVER_CREDIT = "over-credit"  # more bytes than were granted
+    NOT_READING = "not-reading"  # asks and asks and does not take the answers
+    STALLED = "stalled"  # a message that was begun and not finished within its deadline
+
+
+class ProtocolViolation(LinkClosed):
+    """The other end broke the protocol; the link to it was closed."""
+
+    error_id = "ST-PROTOCOL"
+
+    def __init__(self, violation: Violation, detail: str, *, request_sent: bool = True) -> None:
+        super().__init__(f"protocol violation ({violation.value}): {detail}", request_sent=request_sent)
+        self.violation = violation
+        self.detail = detail
+
+
+class CallTimeout(NetError):
+    """The deadline of a call passed without a final answer. The peer was told to stop (CANCEL)."""
+
+    error_id = "ST-CALL-TIMEOUT"
+
+
+class MalformedAnswer(NetError):
+    """The answer arrived whole but breaks the schema of its kind, or is not of the kind that was expected."""
+
+    error_id = "ST-CALL-ANSWER"
+
+
+class CallRefused(NetError):
+    """The peer answered with a typed refusal.
+
+    `code` is one of its refusal codes. BUSY may carry a time to wait, a redirect carries the peer to ask instead.
+    """
+
+    error_id = "ST-CALL-REFUSED"
+    exit_code = ExitCode.REFUSED
+
+    def __init__(
+        self,
+        code: str,
+        text: str = "",
+        *,
+        retry_after_s: float = 0.0,
+        redirect_to: str = "",
+        stage: int | None = None,
+    ) -> None:
+        super().__init__(f"refused ({code}): {text}" if text else f"refused ({code})")
+        self.code, self.text, self.retry_after_s = code, text, retry_after_s
+        self.redirect_to, self.stage = redirect_to, stage
+
+    @classmethod
+    def of(cls, payload: RefusalPayload) -> CallRefused:
+        """The error of a refusal that came over the wire."""
+        return cls(
+            payload.code,
+            payload.text,
+            retry_after_s=payload.retry_after_s,
+            redirect_to=payload.redirect_to,
+            stage=payload.stage,
+        )
+
+    @property
+    def payload(self) -> RefusalPayload:
+        """The refusal as it came."""
+        return RefusalPayload(self.code, self.text, self.retry_after_s, self.redirect_to, self.stage)
+
+
+class RefusalCode(StrEnum):
+    """The codes that the link layer itself answers with. Handlers may raise any others."""
+
+    BUSY = "busy"  # too many calls at once; try again after retry_after_s
+    INTERNAL = "internal"  # the handler failed; its log has the traceback
+    MALFORMED = "malformed"  # the request arrived whole but breaks its schema
+    CANCELLED = "cancelled"  # the answer to a cancel
+    CLOSING = "closing"  # the peer takes no new calls
+
+
+class Refusal(Exception):
+    """Raised by a handler to answer its call with a typed refusal.
+
+    `redirect_to` names a peer that takes the call instead; `stage` the stage that could not do its part.
+    """
+
+    def __init__(
+        self, code: str, text: str = "", retry_after_s: float = 0.0, *, redirect_to: str = "", stage: int | None = None
+    ) -> None:
+        super().__init__(f"{code}: {text}" if text else str(code))
+        self.code, self.text, self.retry_after_s = str(code), text, retry_after_s
+        self.redirect_to, self.stage = redirect_to, stage
+
+    @classmethod
+    def of(cls, payload: RefusalPayload) -> Refusal:
+        """To answer with what another peer has answered."""
+        return cls(
+            payload.code, payload.text, payload.retry_after_s, redirect_to=payload.redirect_to, stage=payload.stage
+        )
+
+    @property
+    def payload(self) -> RefusalPayload:
+        """What is sent."""
+        return RefusalPayload(self.code, self.text, self.retry_after_s, self.redirect_to, self.stage)
