@@ -133,5 +133,5 @@ def test_what_is_shown_can_be_parsed_again_to_three_digits(value: float) -> None
 @pytest.mark.parametrize("text", ["", "nan", "inf", "-inf", "1e999", "seven"])
 def test_a_number_of_a_setting_is_finite(text: str) -> None:
     assert parse_number(" -2.5e3 ", "download_s") == -2500.0
-    with pytest.raises(UsageError, match="download_s: .* is not a number"):
+    with pytest.raises(UsageError, match=r"download_s: .* is not a number"):
         parse_number(text, "download_s")
