@@ -20,7 +20,7 @@ from swarmtrain.peer.context import PeerContext
 from swarmtrain.peer.coordinator_link import CoordinatorLink
 from swarmtrain.peer.jobs import StageJobs
 from swarmtrain.peer.options import Fit, PeerOptions
-from swarmtrain.route.router import SHARING_POLICIES
+from swarmtrain.route.router import STEALING_POLICIES
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
 
@@ -75,5 +75,5 @@ async def build_context(
         max_queue=options.max_queue,
         max_ledger_bytes=min(MAX_LEDGER_BYTES, fit.available_bytes // 4),
         faults=replace(options.faults, cut=node.cut),
-        shares_work=options.route in SHARING_POLICIES,
+        shares_work=options.route in STEALING_POLICIES,
     )
