@@ -23,9 +23,9 @@ from rich.live import Live
 
 from swarmtrain.cli.numbers import number
 from swarmtrain.cli.places import running
-from swarmtrain.cli.terminal import console
 from swarmtrain.cli.top_text import BAD, frame, line
 from swarmtrain.errors import ExitCode, SwarmtrainError, UsageError
+from swarmtrain.terminal import console
 
 LOOK_BACK_S = 30.0  # shares of time are means over about so long
 MAX_ANSWER_BYTES = 32 << 20

@@ -99,11 +99,11 @@ def test_bytes_on_the_wire_are_two_boundary_tensors_per_boundary_when_nothing_go
     assert result.bytes_per_microbatch == pytest.approx(2 * 2 * SMALL.boundary_bytes, rel=0.03)
 
 
-def test_what_is_given_away_crosses_its_boundary_once_more() -> None:
+def test_stolen_work_crosses_its_boundary_once_more() -> None:
     result = simulate(QUIET.with_(queue_limit=1000))
     num_stolen, num_finished = result.events["stolen"], sum(s.finished for s in result.samples)
     assert num_stolen > 100
-    # Leases are given away as well, and weigh nothing.
+    # Leases are stolen as well, and weigh nothing.
     extra = result.bytes_per_microbatch / SMALL.boundary_bytes - 2 * 2
     tolerance = 0.03 * 2 * 2  # what is under way when the counting begins and ends, as above
     assert 0.5 * num_stolen / num_finished < extra < num_stolen / num_finished + tolerance
@@ -184,7 +184,7 @@ def test_after_a_storm_every_microbatch_finished_once_or_is_still_held(seed: int
     on_the_way = {arguments[0].number for call, arguments in pending if call == leases._arrives}
     # Of a machine that has just died nobody knows yet: its leases are given again after some missed heartbeats.
     on_the_way |= {arguments[0].number for call, arguments in pending if call == simulation.pipeline._recover}
-    given = {arguments[0].microbatch.number for call, arguments in pending if call == simulation.pipeline._given}
+    given = {arguments[0].microbatch.number for call, arguments in pending if call == simulation.pipeline._redirect}
     homeless = {microbatch.number for microbatch in leases.homeless}
     assert set(range(1, leases.num_stolen + 1)) == set(counts) | owned | on_the_way | given | homeless
     # And those that are still held are young: nobody waits for something that will never come.
