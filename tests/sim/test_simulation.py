@@ -184,9 +184,9 @@ def test_after_a_storm_every_microbatch_finished_once_or_is_still_held(seed: int
     on_the_way = {arguments[0].number for call, arguments in pending if call == leases._arrives}
     # No caller knows yet of a machine that has just died: its leases are given again after some missed heartbeats.
     on_the_way |= {arguments[0].number for call, arguments in pending if call == simulation.pipeline._recover}
-    redirected = {arguments[0].microbatch.number for call, arguments in pending if call == simulation.pipeline._redirect}
+    sent_on = {arguments[0].microbatch.number for call, arguments in pending if call == simulation.pipeline._redirect}
     homeless = {microbatch.number for microbatch in leases.homeless}
-    assert set(range(1, leases.num_given + 1)) == set(counts) | owned | on_the_way | redirected | homeless
+    assert set(range(1, leases.num_given + 1)) == set(counts) | owned | on_the_way | sent_on | homeless
     # And those that are still held are young: nobody waits for something that will never come.
     oldest = min(m.started_at for peer in simulation.peers for m in peer.held)
     assert oldest > STORM[-1].time_s
