@@ -162,7 +162,7 @@ def _write_table(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> 
 
 
 def label(result: Result) -> str:
-    """The name of a run in tables and plots."""
+    """The name of a run in a plot."""
     scenario = result.scenario
     rule = scenario.rebalance
     if rule == "queue":
