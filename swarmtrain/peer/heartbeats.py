@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
 
+from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.p2p.errors import NetError
-from swarmtrain.peer.assignment import Assignment
+from swarmtrain.peer.assignment import Assignment, Departure
 from swarmtrain.peer.contacts import CoordinatorLink
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 ENROLL_S = 2.0
 _ACTIVE = (PeerState.JOINING, PeerState.SYNCING, PeerState.SERVING)
 
-SayPhase = Callable[[str, str], None]
-
 
 class HeartbeatLoop:
     """Sends `Heartbeat` and obeys the directives; answers `Leave` and `Resync`."""
@@ -41,17 +39,17 @@ class HeartbeatLoop:
         steps: StepProtocol,
         syncing: Syncing,
         observer: PeerObserver,
+        events: Events,
+        departure: Departure,
         *,
         metrics_at: str,
-        leave: Callable[[str], None],
-        say_phase: SayPhase,
     ) -> None:
         """`metrics_at` (HOST:PORT) is told to the coordinator."""
         self._assignment, self._options, self._link = assignment, options, link
         self._peer, self._clock, self._stage = assignment.peer, assignment.clock, assignment.stage
         self._metrics_at = metrics_at
         self._steps, self._syncing, self._observer = steps, syncing, observer
-        self._leave, self._say_phase = leave, say_phase
+        self._events, self._departure = events, departure
         self._looking: asyncio.Task[bool] | None = None
         self._stopping: asyncio.Task[None] | None = None  # dropping what does not count any more
 
@@ -76,7 +74,7 @@ class HeartbeatLoop:
                 if link.peer_id is not None:
                     peer.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
                 if link.is_over:
-                    self._leave("the run is complete")
+                    self._departure.leave("the run is complete")
             is_syncing = peer.state is PeerState.SYNCING
             await wait_event(assignment.heartbeat_now, min(pause_s, ENROLL_S / 4) if is_syncing else pause_s)
 
@@ -90,7 +88,7 @@ class HeartbeatLoop:
     async def told_to_leave(self, message: Leave, exchange: Exchange) -> Acknowledged:
         """Answer `Leave`."""
         await self._peer.check_coordinator(exchange.peer_id, message.run, message.term)
-        self._leave(message.reason)
+        self._departure.leave(message.reason)
         return Acknowledged("")
 
     async def told_to_sync(self, message: Resync, exchange: Exchange) -> Acknowledged:
@@ -133,7 +131,7 @@ class HeartbeatLoop:
         self._syncing.check_stuck(answer.step)
         assignment.heard_step(answer.step, holds_sum=self._steps.is_prepared)
         if answer.directive is Directive.LEAVE:
-            self._leave(answer.reason)
+            self._departure.leave(answer.reason)
         elif self._is_stalled:
             if answer.directive is Directive.WAIT:
                 await self._stop_serving(answer.reason)
@@ -145,7 +143,7 @@ class HeartbeatLoop:
             if peer.state not in (PeerState.JOINING, PeerState.SYNCING):
                 return  # it was told to leave meanwhile
             assignment.serves()
-            self._say_phase("serving", f"stage {peer.stage} from step {self._clock.step}")
+            self._events.emit(PhaseReached("serving", f"stage {peer.stage} from step {self._clock.step}"))
         elif answer.directive in (Directive.WAIT, Directive.SYNC):
             await self._stop_serving(answer.reason)
         if answer.directive is Directive.SYNC and peer.state is PeerState.SYNCING:
@@ -157,7 +155,7 @@ class HeartbeatLoop:
         """Fetch the stage's state, if this peer is not at it already."""
         if self._peer.state not in (PeerState.JOINING, PeerState.SERVING):
             return
-        self._say_phase("syncing", reason)
+        self._events.emit(PhaseReached("syncing", reason))
         self._assignment.syncs()
         stopping = asyncio.create_task(self._syncing.begin(), name="stop serving")
         stopping.add_done_callback(lambda _: self._assignment.heartbeat_now.set())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from swarmtrain import world
 from swarmtrain.chain.neighbours import stage_reports
@@ -25,6 +24,7 @@ from swarmtrain.chain.rebalancing import (
 from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.p2p.errors import NetError
+from swarmtrain.peer.assignment import Departure
 from swarmtrain.peer.contacts import CoordinatorLink
 from swarmtrain.peer.identity import PeerIdentity, PeerState
 from swarmtrain.route.moves import Intent, LeaveAnswer, LeaveRequest, Mover
@@ -40,7 +40,7 @@ WITHDRAWN = MoveIntent(0, 0)
 
 
 class Moving:
-    """Looks around while the peer serves; calls `depart` with the new stage when it may go."""
+    """Looks around while the peer serves; the peer departs when it may go."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Moving:
         link: CoordinatorLink,
         directory: Directory,
         mover: Mover,
-        depart: Callable[[int], None],
+        departure: Departure,
     ) -> None:
         self._peer, self._link, self._directory = peer, link, directory
-        self._mover, self._depart = mover, depart
+        self._mover, self._departure = mover, departure
         self._rng = world.random()
         self._costs = Costs.of(manifest)
         self._num_stages = manifest.stages.count
@@ -113,7 +113,7 @@ class Moving:
             return
         answer = LeaveAnswer(request.peer_id, request.version, request.target, found.granted, found.reason)
         if mover.answered(answer):
-            self._depart(request.target)
+            self._departure.move(request.target)
         else:
             log.info("stays in stage %d: %s", mover.stage, found.reason)
             await self._publish()

@@ -13,7 +13,7 @@ import pytest
 from swarmtrain.observe.events import Events
 from swarmtrain.peer import heartbeats
 from swarmtrain.peer.announcing import Announcing
-from swarmtrain.peer.assignment import Assignment
+from swarmtrain.peer.assignment import Assignment, Departure
 from swarmtrain.peer.compute import ComputeThread
 from swarmtrain.peer.heartbeats import HeartbeatLoop
 from swarmtrain.peer.identity import PeerState
@@ -55,9 +55,9 @@ class Newcomer:
             self.steps,
             self.syncing,
             observer,
+            Events(),
+            Departure(Events()),
             metrics_at="",
-            leave=lambda reason: None,
-            say_phase=lambda phase, detail: None,
         )
         self.answer: Verdict | None = None
         self.signs: list[tuple[str, int]] = []  # state and step
