@@ -22,7 +22,7 @@ from swarmtrain.peer.options import Fit, PeerOptions
 from swarmtrain.peer.stage import Stage
 from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.route.moves import Mover
-from swarmtrain.route.router import SHARING_POLICIES
+from swarmtrain.route.router import STEALING_POLICIES
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
 
@@ -203,7 +203,7 @@ async def open_assignment(
         node,
         authority=link,
         faults=replace(options.faults, cut=node.cut),
-        shares_work=options.route in SHARING_POLICIES,
+        shares_work=options.route in STEALING_POLICIES,
     )
     clock = StepClock(peer, min(MAX_LEDGER_BYTES, fit.available_bytes // 4))
     mover: Mover | None = None
