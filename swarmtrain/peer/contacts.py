@@ -33,7 +33,7 @@ T = TypeVar("T", bound=Message)
 
 LOOK_AGAIN_S = 0.3
 STRANGERS_S = 1.0  # the directory is read for strangers so often at most
-DOUBT_S = 1.0  # how often strangers who claim to coordinate may make this peer read the directory
+DOUBT_S = 1.0  # how often strangers that claim to coordinate may make this peer read the directory
 
 
 class RunUnreachable(SwarmtrainError):
@@ -49,7 +49,7 @@ def directory_rules(invite: Invite) -> Mapping[str, TopicRule]:
 
 
 class CoordinatorLink:
-    """Knows who coordinates now."""
+    """Knows which peer coordinates now."""
 
     def __init__(self, invite: Invite, host: NetworkHost, node: Node, directory: Directory) -> None:
         self._invite, self._host, self._node, self._directory = invite, host, node, directory
