@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swarmtrain.coordinator.members import Member, Members
-from swarmtrain.wire.messages import STALLED, Directive
+from swarmtrain.wire.messages import Directive
+from swarmtrain.wire.peer_report import STALLED
 
 MAX_SERVING = 3840  # of one stage: a roster holds 4,096, and newcomers that listen are in it too
 MAX_DONORS = 16  # named to one newcomer: more would not make its line faster, and a directive must stay small
@@ -105,7 +106,7 @@ def has_state(member: Member, step: int, book: StageBook) -> bool:
     most of its stage's peers have will count. Not one of a history that was taken back."""
     if member.step != step or step == 0:
         return member.step == step
-    return member.state_digest == book.digest if book.digest else member.state_term >= book.since
+    return member.report.state_digest == book.digest if book.digest else member.report.state_term >= book.since
 
 
 def _judge_newcomer(member: Member, members: Members, run: Standing, book: StageBook) -> Answer:
@@ -114,7 +115,9 @@ def _judge_newcomer(member: Member, members: Members, run: Standing, book: Stage
         return Answer(Directive.SYNC, "the first state follows from the seed", StateOffer(0, "", ()))
     if member.listening_from is not None:
         snapshot = book.snapshot
-        is_other = snapshot is not None and member.step == snapshot.step and member.state_digest != snapshot.digest
+        is_other = (
+            snapshot is not None and member.step == snapshot.step and member.report.state_digest != snapshot.digest
+        )
         if member.step >= member.listening_from and not is_other:  # another one is of a history that was taken back
             return Answer(Directive.WAIT, "catching up")  # also when somebody else was given a newer state meanwhile
         if snapshot is not None and member.listening_from <= snapshot.step:
@@ -129,7 +132,7 @@ def _judge_newcomer(member: Member, members: Members, run: Standing, book: Stage
         return Answer(Directive.WAIT, "a state to fetch is being prepared")
     resting = [m for m in members.of_stage(member.stage, "paused", "draining") if has_state(m, step, book)]
     if resting:  # the step stands still until somebody serves, so there will be no snapshot to wait for
-        digests = sorted(m.state_digest for m in resting)
+        digests = sorted(m.report.state_digest for m in resting)
         digest = book.digest or max(digests, key=digests.count)
         return Answer(Directive.SYNC, "", StateOffer(step, digest, tuple(m.peer_id for m in resting)))
     return Answer(Directive.WAIT, _nobody_has(member.stage, step))

@@ -67,7 +67,7 @@ class Applies:
             and member.key in self._context.prepared
             and member.peer_id not in self._answers[member.stage]
         ):
-            self._note(member, Applied(member.step, member.state_digest))
+            self._note(member, Applied(member.step, member.report.state_digest))
 
     def _may_hold_sum(self, member: Member) -> bool:
         """Not who has been left out or has said that it does not hold it; and who is being told is not told twice."""
@@ -80,7 +80,7 @@ class Applies:
         now = asyncio.get_running_loop().time()
         context.members.note_step(member.peer_id, applied.step, applied.state_digest, now)
         context.journal.note_replica(
-            applied.step, member.stage, member.peer_id, member.incarnation, applied.state_digest
+            applied.step, member.stage, member.peer_id, member.report.incarnation, applied.state_digest
         )
 
     async def carry_out(self, decision: Decision, prepared: list[PreparedStage], *, checkpoint: bool) -> StepResult:
@@ -213,7 +213,7 @@ class Applies:
     async def turn_away(self, stage: int, step: int, digest: str) -> None:
         """Peers of a stage that have another state at `step` than the one that counts must fetch it."""
         there = self._context.members.of_stage(stage, *_HOLDS_STATE)
-        others = [member.peer_id for member in there if member.step == step and member.state_digest != digest]
+        others = [member.peer_id for member in there if member.step == step and member.report.state_digest != digest]
         await asyncio.gather(*(self._diverged(peer_id, stage, step) for peer_id in others))
 
     async def _diverged(self, peer_id: str, stage: int, step: int) -> None:

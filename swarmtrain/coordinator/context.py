@@ -136,7 +136,7 @@ class RunContext:
         """A peer is gone (`has_left`: it said so), or (`must_sync`) of no use in this step: forget it, and void what
         only it had."""
         current = self.members.get(member.peer_id)
-        if current is not None and current.incarnation == member.incarnation:
+        if current is not None and current.key == member.key:
             self.members.remove(member.peer_id, excluded_at=self.step if must_sync else None)
             self.events.emit(PeerLost(member.peer_id, member.stage, reason))
             if not has_left:

@@ -17,7 +17,7 @@ from typing import Any
 
 from swarmtrain import world
 from swarmtrain.boundary import codec_pair
-from swarmtrain.chain.claim import Claim
+from swarmtrain.chain.claim import Claim, CoordinatorRecord
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
@@ -66,6 +66,8 @@ from swarmtrain.wire.messages import (
     Leave,
     SeekStage,
 )
+from swarmtrain.wire.peer_report import published
+from swarmtrain.wire.records import pack_record
 from swarmtrain.wire.schema import Message
 
 log = logging.getLogger(__name__)
@@ -305,11 +307,17 @@ class CoordinatorDaemon:
             await check_running(directory, self._claim())
 
     async def _announce_once(self, directory: Directory, host: NetworkHost) -> None:
-        value = {**self._claim().as_value(), "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
-        if self.context.is_over:
-            value["over"] = True
+        claim = self._claim()
+        record = CoordinatorRecord(
+            claim.term,
+            claim.step,
+            claim.life,
+            published(host.addresses()),
+            self.options.moves,
+            self.context.is_over,
+        )
         try:
-            await directory.announce(COORDINATOR_TOPIC, value, RECORD_LIFE_S, signer=self._key.sign)
+            await directory.announce(COORDINATOR_TOPIC, pack_record(record), RECORD_LIFE_S, signer=self._key.sign)
         except SwarmtrainError as error:
             log.warning("cannot announce the coordinator: %s", error)
 

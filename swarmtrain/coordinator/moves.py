@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from swarmtrain.chain.rebalancing import Costs, MoveRules, with_known_speeds
+from swarmtrain.chain.rebalancing import Costs, MoveRules, RebalanceRule, with_known_speeds
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member as Verdict
 from swarmtrain.observe.events import MoveGranted, MoveRefused
@@ -50,7 +50,7 @@ class Moves:
     async def ask(self, message: AskMove, peer_id: str) -> MoveAnswered:
         """Permit or refuse a move."""
         self._check_run(message.run)
-        if self._rules.rule == "none":
+        if self._rules.rule is RebalanceRule.NONE:
             return MoveAnswered(False, "this run does not rebalance")
         if self._context.is_over:
             return MoveAnswered(False, "the run is complete")
@@ -80,7 +80,7 @@ class Moves:
         for member in with_known_speeds(self._as_member(item) for item in members.everybody()):
             verdict = members.get(member.peer_id)
             if verdict is not None and member.state == "serving":
-                self._arbiter.serving(member, verdict.assignment)
+                self._arbiter.serving(member, verdict.report.assignment)
                 if self._moving.get(member.peer_id, (-1, 0.0))[0] == member.stage:
                     self._moving.pop(member.peer_id)
         self._moving = {peer_id: item for peer_id, item in self._moving.items() if item[1] > now}
@@ -107,7 +107,7 @@ class Moves:
         return Member(
             peer_id=item.peer_id,
             stage=item.stage,
-            speed=self._costs.speed(item.stage, item.forward_ms, item.backward_ms),
-            link_rate=self._costs.link_rate(narrower(item.up_bytes_per_s, item.down_bytes_per_s)),
+            speed=self._costs.speed(item.stage, item.report.forward_ms, item.report.backward_ms),
+            link_rate=self._costs.link_rate(narrower(*item.rates)),
             state=item.state,
         )

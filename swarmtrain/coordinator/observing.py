@@ -131,7 +131,7 @@ class RunObserver:
 
     def _member(self, member: Member) -> dict[str, Any]:
         silent_s = max(0.0, asyncio.get_running_loop().time() - member.seen_at)
-        busy_ms = member.forward_ms + member.backward_ms
+        busy_ms = member.report.forward_ms + member.report.backward_ms
         doubt = self._doubts.get(member.peer_id)
         if doubt is not None and member.seen_at > doubt.at:
             self._doubts.pop(member.peer_id, None)
@@ -145,8 +145,8 @@ class RunObserver:
             "silent_s": silent_s,
             "doubt": doubt.reason if doubt is not None else "",
             "microbatches": self.context.tally.contributed[member.peer_id],
-            "forward_ms": member.forward_ms,
-            "backward_ms": member.backward_ms,
+            "forward_ms": member.report.forward_ms,
+            "backward_ms": member.report.backward_ms,
             "capacity": 1000 / busy_ms if busy_ms and member.state == "serving" else 0.0,
             "spent": dict(zip(_PARTS, member.spent, strict=False)),
             "metrics": member.metrics,

@@ -192,11 +192,11 @@ class Preparer:
         """Who adds up `size` elements: all members of these stages; newcomers listen."""
         members = [(member, side.shares) for side in sides for member in side.members]
         listeners = [(member, side.shares) for side in sides for member in self._listeners(side, step)]
-        owned = owned_elements(size, [(member.up_bytes_per_s, member.down_bytes_per_s) for member, _ in members])
+        owned = owned_elements(size, [member.rates for member, _ in members])
         return tuple(
             RosterEntry(
                 peer_id=member.peer_id,
-                incarnation=member.incarnation,
+                incarnation=member.report.incarnation,
                 microbatches=np.array(sorted(shares.get(member.key, [])), dtype="<u4").tobytes(),
                 owned=elements,
             )

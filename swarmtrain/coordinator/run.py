@@ -165,7 +165,7 @@ class Run:
         def vote(stage: int, *, is_final: bool) -> str:
             book = context.stages[stage]
             there = [m for m in context.members.everybody() if m.stage == stage and m.answers]
-            held = {m.key: m.state_digest for m in there if has_state(m, context.step, book)}
+            held = {m.key: m.report.state_digest for m in there if has_state(m, context.step, book)}
             return elected({**book.votes, **held}, book.voters, is_final=is_final) if held else ""
 
         with contextlib.suppress(TimeoutError):

@@ -13,12 +13,14 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from swarmtrain.chain.claim import Claim
-from swarmtrain.chain.neighbours import PeerRecord, stage_topic
+from swarmtrain.chain.claim import Claim, CoordinatorRecord
+from swarmtrain.chain.neighbours import stage_reports
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.wire.peer_report import PeerReport
+from swarmtrain.wire.records import parse_record
 
 log = logging.getLogger(__name__)
 
@@ -113,19 +115,19 @@ async def _claims(directory: Directory, own: Claim) -> list[Claim]:
     except SwarmtrainError as error:
         log.info("cannot look for other coordinators: %s", error)
         return []
-    claims = [Claim.read(peer_id, record.value) for peer_id, record in records.items()]
-    return [claim for claim in claims if claim is not None and (claim.peer_id, claim.life) != (own.peer_id, own.life)]
+    found = {peer_id: parse_record(CoordinatorRecord, record.value) for peer_id, record in records.items()}
+    claims = [record.claim(peer_id) for peer_id, record in found.items() if record is not None]
+    return [claim for claim in claims if (claim.peer_id, claim.life) != (own.peer_id, own.life)]
 
 
-async def _peers(directory: Directory, num_stages: int) -> list[PeerRecord]:
+async def _peers(directory: Directory, num_stages: int) -> list[PeerReport]:
     """Those who hold a state, as the directory lists them."""
     found = []
     for stage in range(num_stages):
         try:
-            records = await directory.lookup(stage_topic(stage))
+            reports = await stage_reports(directory, stage)
         except SwarmtrainError as error:
             log.info("cannot look for peers of stage %d: %s", stage, error)
             continue
-        read = [PeerRecord.from_value(record.value) for record in records.values()]
-        found += [peer for peer in read if peer is not None and peer.state in HOLDS_STATE]
+        found += [report for report in reports.values() if report.state in HOLDS_STATE]
     return found

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from swarmtrain.chain.neighbours import RECORD_LIFE_S, PeerRecord, stage_topic
+from swarmtrain.chain.neighbours import RECORD_LIFE_S, stage_topic
 from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.peer.assignment import Assignment
 from swarmtrain.peer.contacts import CoordinatorLink
 from swarmtrain.peer.options import PeerOptions
+from swarmtrain.peer.report import peer_report
 from swarmtrain.waiting import wait_event
-from swarmtrain.wire.messages import STALLED
+from swarmtrain.wire.peer_report import STALLED
+from swarmtrain.wire.records import pack_record
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class Announcing:
         while True:
             assignment.announce_now.clear()
             try:
-                await self._directory.announce(self._topic, self._record().as_value(), RECORD_LIFE_S)
+                await self._directory.announce(self._topic, self._record(), RECORD_LIFE_S)
             except SwarmtrainError as error:
                 log.info("cannot announce this peer: %s", error)
             await wait_event(assignment.announce_now, min(ANNOUNCE_S, self._link.rules.look_s))
@@ -53,26 +55,10 @@ class Announcing:
         if not moves:
             return
         with contextlib.suppress(SwarmtrainError):
-            await self._directory.announce(self._topic, self._record().as_value(), GONE_LIFE_S)
+            await self._directory.announce(self._topic, self._record(), GONE_LIFE_S)
         self._directory.withdraw(self._topic)
 
-    def _record(self) -> PeerRecord:
-        assignment, options = self._assignment, self._options
-        peer, stage = assignment.peer, assignment.stage
-        return PeerRecord(
-            state=STALLED if stage.device.hangs else peer.state.value,
-            step=assignment.clock.step,
-            incarnation=peer.incarnation,
-            forward_ms=1000 * stage.forward_s,
-            backward_ms=1000 * stage.backward_s,
-            queue_ms=1000 * stage.compute.backlog_s(),
-            up_bytes_per_s=options.max_up_bytes_per_s,
-            relayed=options.behind_nat,
-            addresses=self._host.addresses()[:4],
-            pinned=not options.may_move,
-            assignment=assignment.number,
-            served_s=assignment.served_s,
-            download_s=assignment.download_s,
-            down_bytes_per_s=options.max_down_bytes_per_s,
-            state_term=peer.state_term,
-        )
+    def _record(self) -> bytes:
+        assignment = self._assignment
+        state = STALLED if assignment.stage.device.hangs else assignment.peer.state.value
+        return pack_record(peer_report(assignment, self._options, state, addresses=self._host.addresses()))

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 
-from swarmtrain import __version__
 from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.p2p.errors import NetError
 from swarmtrain.peer.assignment import Assignment, Departure
@@ -15,11 +14,13 @@ from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
 from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import PeerOptions
+from swarmtrain.peer.report import peer_report
 from swarmtrain.peer.step import StepProtocol
 from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.waiting import wait_event
-from swarmtrain.wire.messages import STALLED, Acknowledged, Code, Directive, Heartbeat, Leave, Resync, Verdict
+from swarmtrain.wire.messages import Acknowledged, Code, Directive, Heartbeat, Leave, Resync, Verdict
+from swarmtrain.wire.peer_report import STALLED
 
 log = logging.getLogger(__name__)
 
@@ -107,18 +108,18 @@ class HeartbeatLoop:
         self._peer.become(PeerState.GONE)
         if self._link.peer_id is not None:
             with contextlib.suppress(NetError):
-                await self._peer.node.call(self._link.peer_id, self._sign_of_life(), deadline_s=2.0)
+                await self._peer.node.call(self._link.peer_id, self._heartbeat(), deadline_s=2.0)
 
     async def _show_life(self, coordinator: str) -> None:
-        assignment, peer, sign = self._assignment, self._peer, self._sign_of_life()
-        answer = await peer.node.call(coordinator, sign, deadline_s=10.0, expect=Verdict)
+        assignment, peer, heartbeat = self._assignment, self._peer, self._heartbeat()
+        answer = await peer.node.call(coordinator, heartbeat, deadline_s=10.0, expect=Verdict)
         assignment.deserted.clear()
         await peer.enter_term(answer.term)
         peer.verdict = answer
-        now = self._sign_of_life()
+        said, now = heartbeat.report, self._heartbeat().report
         # An answer about a past state does not count. Whatever changed the state asks again; a step that was applied
         # meanwhile does not, or peers whose steps are shorter than their way to the coordinator would never pause.
-        if (sign.state, sign.step, sign.incarnation) == (now.state, now.step, now.incarnation):
+        if (said.state, said.step, said.incarnation) == (now.state, now.step, now.incarnation):
             await self._obey(answer)
 
     async def _obey(self, answer: Verdict) -> None:
@@ -173,25 +174,15 @@ class HeartbeatLoop:
         is_stopping = self._stopping is not None and not self._stopping.done()
         return self._stage.device.hangs or is_stopping
 
-    def _sign_of_life(self) -> Heartbeat:
-        peer, stage, options = self._peer, self._stage, self._options
+    def _heartbeat(self) -> Heartbeat:
+        peer, options = self._peer, self._options
         applied = self._steps.last_applied
+        state = STALLED if self._is_stalled and peer.state in _ACTIVE else peer.state.value
+        digest = applied.state_digest if applied is not None else ""
         return Heartbeat(
             run=peer.run_id,
-            stage=peer.stage,
-            state=STALLED if self._is_stalled and peer.state in _ACTIVE else peer.state.value,
-            incarnation=peer.incarnation,
-            step=self._clock.step,
-            state_digest=applied.state_digest if applied is not None else "",
-            forward_ms=1000 * stage.forward_s,
-            backward_ms=1000 * stage.backward_s,
-            queue_ms=1000 * stage.compute.backlog_s(),
-            up_bytes_per_s=options.max_up_bytes_per_s,
+            report=peer_report(self._assignment, options, state, state_digest=digest),
             name=options.name[:64],
-            version=__version__,
             metrics=self._metrics_at,
             spent=self._observer.spent(),
-            assignment=self._assignment.version,
-            down_bytes_per_s=options.max_down_bytes_per_s,
-            state_term=peer.state_term,
         )

@@ -12,23 +12,24 @@ from enum import StrEnum
 from typing import Annotated
 
 from swarmtrain.units import MIB
+from swarmtrain.wire.field_types import (
+    Assignment,
+    Attempt,
+    Digest,
+    Incarnation,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    Seconds,
+    StageIndex,
+    Step,
+    Term,
+    Text,
+)
+from swarmtrain.wire.peer_report import PeerReport
 from swarmtrain.wire.schema import AllowNonFinite, Blob, MaxLength, Message, Priority, Range, Registry, message
 
 MAX_EMPTY_STAGES = 16  # named in a verdict; work does not get past the first of them anyway
-
-RunId = Annotated[str, MaxLength(64)]
-PeerId = Annotated[str, MaxLength(128)]
-Term = Annotated[int, Range(0, 2**40)]
-Step = Annotated[int, Range(0, 2**40)]
-StageIndex = Annotated[int, Range(0, 1023)]
-MicrobatchIndex = Annotated[int, Range(0, 2**20)]
-Attempt = Annotated[int, Range(0, 2**31)]
-Assignment = Annotated[int, Range(0, 2**53)]
-Digest = Annotated[str, MaxLength(64)]
-Incarnation = Annotated[str, MaxLength(32)]
-Seconds = Annotated[float, Range(0.0, 1e9)]
-Rate = Annotated[float, Range(0.0, 1e15)]  # bytes per second; 0: not announced
-Text = Annotated[str, MaxLength(1024)]
 
 
 class Code(StrEnum):
@@ -134,30 +135,15 @@ class Replay(Message):
     hints: Hops
 
 
-STALLED = "stalled"  # as the state in heartbeats and records: the peer lives, its device does not answer
-
-
 @message(kind="heartbeat", priority=Priority.CONTROL)
 class Heartbeat(Message):
-    """A peer tells the coordinator that it is there; repeated as its heartbeat. Answer: `Verdict`."""
+    """A peer tells the coordinator that it lives, every two seconds. Answer: `Verdict`."""
 
     run: RunId
-    stage: StageIndex
-    state: Annotated[str, MaxLength(16)]
-    incarnation: Incarnation
-    step: Step
-    state_digest: Digest
-    forward_ms: Seconds
-    backward_ms: Seconds
-    queue_ms: Seconds
-    up_bytes_per_s: Rate
-    name: Annotated[str, MaxLength(64)]
-    version: Annotated[str, MaxLength(32)]
+    report: PeerReport  # without addresses: the coordinator has a link to it
+    name: Annotated[str, MaxLength(64)] = ""  # its owner's, for the overview
     metrics: Annotated[str, MaxLength(80)] = ""  # HOST:PORT where its metrics can be read, or empty
     spent: Annotated[tuple[Seconds, ...], MaxLength(5)] = ()  # seconds: compute, reduce, queue, wire, idle
-    assignment: Assignment = 0  # rises whenever the peer has moved, or has given up a move
-    down_bytes_per_s: Rate = 0.0
-    state_term: Term = 0  # in which it came to its state
 
 
 @message(kind="seek_stage", priority=Priority.CONTROL)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +11,11 @@ from swarmtrain.reduce.partition import owned_elements
 from swarmtrain.route.views import MIN_RATE
 from swarmtrain.wire.messages import Heartbeat, Hop
 
+from .contexts import changed, heartbeat
+
 
 def sign(*, life: str = "a", stage: int = 0, state: str = "serving", step: int = 0, digest: str = "") -> Heartbeat:
-    return Heartbeat("run", stage, state, life, step, digest, 1.0, 2.0, 0.0, 0.0, "name", "0")
+    return heartbeat(stage, state, life, step, digest)
 
 
 def test_a_sign_of_life_makes_a_member_and_silence_ends_it() -> None:
@@ -32,14 +32,14 @@ def test_announced_rates_are_taken_as_they_are_and_never_too_small_to_reckon_wit
     announced: float, taken: float
 ) -> None:
     members = Members()
-    members.heartbeat("p", replace(sign(), up_bytes_per_s=announced, down_bytes_per_s=3e6), now=0.0)
-    members.heartbeat("q", replace(sign(), up_bytes_per_s=3e6, down_bytes_per_s=announced), now=0.0)
+    members.heartbeat("p", changed(sign(), up_bytes_per_s=announced, down_bytes_per_s=3e6), now=0.0)
+    members.heartbeat("q", changed(sign(), up_bytes_per_s=3e6, down_bytes_per_s=announced), now=0.0)
     p, q = members.get("p"), members.get("q")
     assert p is not None
     assert q is not None
-    assert (p.up_bytes_per_s, p.down_bytes_per_s) == (taken, 3e6)
-    assert (q.up_bytes_per_s, q.down_bytes_per_s) == (3e6, taken)
-    assert sum(owned_elements(1000, [(item.up_bytes_per_s, item.down_bytes_per_s) for item in (p, q)])) == 1000
+    assert p.rates == (taken, 3e6)
+    assert q.rates == (3e6, taken)
+    assert sum(owned_elements(1000, [item.rates for item in (p, q)])) == 1000
 
 
 def test_a_restart_is_noticed_and_so_is_another_stage() -> None:
@@ -47,7 +47,7 @@ def test_a_restart_is_noticed_and_so_is_another_stage() -> None:
     members.heartbeat("p", sign(life="a"), now=0.0)
     former = members.heartbeat("p", sign(life="b"), now=1.0)
     assert former is not None
-    assert former.incarnation == "a"
+    assert former.report.incarnation == "a"
     former = members.heartbeat("p", sign(life="b", stage=2), now=2.0)
     assert former is not None
     assert former.stage == 0
@@ -87,7 +87,7 @@ def test_a_sign_that_crossed_an_apply_does_not_take_a_serving_peer_back(before: 
     members.heartbeat("p", sign(step=3, digest="x"), now=1.0)
     member = members.get("p")
     assert member is not None
-    assert (member.step, member.state_digest) == (4, "y")
+    assert (member.step, member.report.state_digest) == (4, "y")
 
 
 def test_who_syncs_is_believed_when_it_says_that_it_is_behind() -> None:
