@@ -1,5 +1,7 @@
-"""Writes the Grafana dashboards: `python docker/dashboards.py` (`--check` only compares). Dashboards are code; the JSON
-files beside it are its output, committed so that Grafana can load them without running anything."""
+"""Writes the Grafana dashboards: `python docker/dashboards.py` (`--check` only compares).
+
+The JSON files in grafana/dashboards are its output, committed so that Grafana can load them without running anything.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,14 @@ SWARM = Dashboard(
                 Query("swarmtrain_run_tokens_per_second", "last step"),
                 Query(f"rate(swarmtrain_run_tokens_total[{RATE}])", "with all pauses"),
             ],
-            "The second one counts the time between steps, too.",
+            "The second curve includes the time between steps.",
             "none",
             width=12,
         ),
         Panel(
             "Where a step's time goes",
             [Query("swarmtrain_run_step_seconds", "{{part}}")],
-            "lease: all microbatches through all stages; reduce: every stage's gradient; apply: the optimizer.",
+            "lease: all microbatches through all stages; reduce: the all-reduce of every stage; apply: the optimizer.",
             "s",
             stacked=True,
         ),
@@ -84,19 +86,19 @@ SWARM = Dashboard(
         Panel(
             "Events",
             [Query(f"sum by (event) (increase(swarmtrain_events_total[{RATE}])) > 0", "{{event}}")],
-            "What happened, in all daemons that are scraped.",
+            "Events per interval, of all scraped daemons.",
         ),
         Panel(
             "Contributors",
             [Query("topk(15, swarmtrain_run_peer_microbatches_total)", "{{peer}}")],
-            "Microbatches counted for the peers that are here.",
+            "Microbatches counted for each connected peer.",
             kind="bargauge",
             width=12,
         ),
         Panel(
             "Steps since the last checkpoint",
             [Query("swarmtrain_run_step - swarmtrain_run_checkpoint_step", "steps")],
-            "What a lost stage would cost.",
+            "Steps that would be repeated if a stage lost its state.",
             width=12,
         ),
     ],
@@ -106,7 +108,7 @@ OF_STAGE = '{stage=~"$stage"}'
 STAGE = Dashboard(
     "stage",
     "swarmtrain: Stage",
-    "One or more pipeline stages: who serves them, what they could do, what they do.",
+    "One or more pipeline stages: their peers, their capacity, their throughput.",
     [
         Panel(
             "Peers by state",
@@ -116,7 +118,7 @@ STAGE = Dashboard(
         Panel(
             "Capacity",
             [Query(f"swarmtrain_run_stage_capacity{OF_STAGE}", "stage {{stage}}")],
-            "Microbatches per second by the serving peers' own compute times. The lowest stage is the bottleneck.",
+            "Microbatches per second, by the compute times that peers report. The lowest stage is the bottleneck.",
         ),
         Panel(
             "Microbatches per second",
@@ -129,7 +131,7 @@ STAGE = Dashboard(
                 Query(rate("swarmtrain_peer_seconds_total", "part", OF_STAGE), "{{part}}"),
                 Query(f"sum(rate(swarmtrain_peer_idle_seconds_total{OF_STAGE}[{RATE}]))", "idle"),
             ],
-            "Seconds per second, summed over the peers: the height is their number.",
+            "Seconds per second, summed over the peers: the total is the number of peers.",
             "none",
             width=12,
             stacked=True,
@@ -137,7 +139,7 @@ STAGE = Dashboard(
         Panel(
             "Idle time by cause",
             [Query(rate("swarmtrain_peer_idle_seconds_total", "cause", OF_STAGE) + " > 0", "{{cause}}")],
-            "Why they wait.",
+            "Why the peers wait.",
             "none",
             width=12,
             stacked=True,
@@ -151,19 +153,19 @@ STAGE = Dashboard(
                     "{{part}}",
                 )
             ],
-            "queue: waiting for the processor; compute; below: being away at later stages.",
+            "queue: waiting for the compute thread; compute: forward and backward; downstream: at later stages.",
             "s",
             stacked=True,
         ),
         Panel(
             "Jobs waiting",
             [Query(f"sum by (name) (swarmtrain_peer_jobs_waiting{OF_STAGE})", "{{name}}")],
-            "For the compute thread.",
+            "Waiting for the compute thread.",
         ),
         Panel(
-            "Silence",
-            [Query(f"max by (peer) (swarmtrain_run_peer_silence_seconds{OF_STAGE})", "{{peer}}")],
-            "Since the last heartbeat; after ten seconds a peer is lost.",
+            "Time since the last heartbeat",
+            [Query(f"max by (peer) (swarmtrain_run_peer_heartbeat_age_seconds{OF_STAGE})", "{{peer}}")],
+            "After ten seconds without a heartbeat a peer is lost.",
             "s",
         ),
     ],
@@ -174,18 +176,18 @@ OF_PEER = '{name=~"$name"}'
 PEER = Dashboard(
     "peer",
     "swarmtrain: Peer",
-    "One or more peers: what they do, why they are idle, what they use.",
+    "One or more peers: activity, causes of idle time, resources.",
     [
         Panel(
-            "Doing",
-            [Query(f"max by (name, cause) (swarmtrain_peer_doing{OF_PEER}) > 0", "{{name}}: {{cause}}")],
+            "Activity",
+            [Query(f"max by (name, cause) (swarmtrain_peer_activity{OF_PEER}) > 0", "{{name}}: {{cause}}")],
             "What each peer does, or why it is idle.",
             kind="stat",
             width=12,
             height=4,
         ),
         Panel(
-            "Time that adds up",
+            "Time accounted for",
             [
                 Query(
                     f"(sum(rate(swarmtrain_peer_seconds_total{OF_PEER}[{RATE}])) + "
@@ -194,7 +196,7 @@ PEER = Dashboard(
                     "",
                 )
             ],
-            "All parts together, per peer: 1 when nothing is missing.",
+            "Sum of all parts per peer: 1 if no time is missing.",
             "percentunit",
             "stat",
             width=6,
@@ -203,7 +205,7 @@ PEER = Dashboard(
         Panel(
             "Step",
             [Query(f"max by (name) (swarmtrain_peer_step{OF_PEER})", "{{name}}")],
-            "Applied.",
+            "Applied steps.",
             kind="stat",
             width=6,
             height=4,
@@ -222,7 +224,7 @@ PEER = Dashboard(
         Panel(
             "Idle time by cause",
             [Query(rate("swarmtrain_peer_idle_seconds_total", "cause", OF_PEER) + " > 0", "{{cause}}")],
-            "Why it waits.",
+            "Why the peer waits.",
             "none",
             width=12,
             stacked=True,
@@ -230,7 +232,7 @@ PEER = Dashboard(
         Panel(
             "Microbatches per second",
             [Query(rate("swarmtrain_peer_microbatches_total", "result", OF_PEER), "{{result}}")],
-            "from_ledger: answered again from memory; joined: asked twice at once.",
+            "from_ledger: answered from the ledger; coalesced: repeated while the first request was open.",
         ),
         Panel(
             "Compute thread",
@@ -261,31 +263,31 @@ PEER = Dashboard(
             "none",
         ),
         Panel(
-            "What watching costs",
+            "Cost of observing",
             [Query(rate("swarmtrain_observe_seconds_total", "name", OF_PEER), "{{name}}")],
-            "Processor time for events, status and metrics, as a share of all time.",
+            "Processor time of events, status and metrics, as a share of wall-clock time.",
             "percentunit",
         ),
         Panel(
             "Open microbatches",
             [Query(f"swarmtrain_peer_open_microbatches{OF_PEER}", "{{name}}")],
-            "Taken and not answered.",
+            "Accepted and not answered yet.",
         ),
         Panel(
             "State fetched",
             [Query(f"swarmtrain_peer_sync_ratio{OF_PEER}", "{{name}}")],
-            "1 when it serves.",
+            "Share of the stage's state that has arrived; 1 for a serving peer.",
             "percentunit",
         ),
         Panel(
             "Peers of the next stage",
             [Query(f"swarmtrain_peer_next_stage_peers{OF_PEER}", "{{name}}")],
-            "Serving ones, as far as this peer knows.",
+            "Serving peers of the next stage that this peer knows.",
         ),
         Panel(
-            "Forwards computed again",
+            "Recomputed forwards",
             [Query(rate("swarmtrain_peer_recomputed_total", "name", OF_PEER), "{{name}}")],
-            "For want of memory.",
+            "Forwards recomputed because their activations did not fit the memory limit.",
         ),
     ],
     [("name", "label_values(swarmtrain_peer_stage, name)")],
@@ -295,18 +297,18 @@ SENT = '{direction="sent"}'
 WIRE = Dashboard(
     "wire",
     "swarmtrain: Wire",
-    "What crosses the links, how fast, and what goes wrong there.",
+    "Traffic on the links: bytes, rates, refusals and violations.",
     [
         Panel(
             "Bytes per second by direction",
             [Query(rate("swarmtrain_wire_bytes_total", "direction"), "{{direction}}")],
-            "Over all daemons that are scraped.",
+            "Over all scraped daemons.",
             "Bps",
         ),
         Panel(
             "Bytes sent per second by kind",
             [Query(rate("swarmtrain_wire_bytes_total", "kind", SENT), "{{kind}}")],
-            "work and done are the boundary; part and reduced_part the gradients.",
+            "work and done carry boundary tensors; part and reduced_part are the all-reduce.",
             "Bps",
             stacked=True,
         ),
@@ -326,13 +328,13 @@ WIRE = Dashboard(
                     "{{name}}",
                 )
             ],
-            "Of messages above four kilobytes, as their receivers measured it.",
+            "Of messages above 4 kB, as measured by their receivers.",
             "Bps",
         ),
         Panel(
             "Transfer time",
             [Query(rate("swarmtrain_wire_transfer_seconds_total", "direction"), "{{direction}}")],
-            "Seconds per second in which measured messages were on their way; transfers overlap.",
+            "Seconds per second that measured messages were in transit; transfers overlap.",
             "none",
         ),
         Panel(
@@ -344,26 +346,26 @@ WIRE = Dashboard(
         Panel(
             "Backlog",
             [Query("sum by (name) (swarmtrain_wire_backlog_bytes)", "{{name}}")],
-            "Waiting to be written.",
+            "Bytes waiting to be written.",
             "bytes",
         ),
-        Panel("Links", [Query("sum by (name) (swarmtrain_wire_links)", "{{name}}")], "Open."),
+        Panel("Links", [Query("sum by (name) (swarmtrain_wire_links)", "{{name}}")], "Open links."),
         Panel(
             "Codec ratio",
             [Query("max by (direction) (swarmtrain_peer_codec_ratio)", "{{direction}}")],
-            "A boundary tensor as fp32 over its encoded size.",
+            "Size of a boundary tensor in fp32, divided by its encoded size.",
             "none",
         ),
         Panel(
             "Codec error",
             [Query("max by (direction) (swarmtrain_peer_codec_error_ratio)", "{{direction}}")],
-            "What the codec loses of a boundary tensor, by norm; of every 64th. 0 for fp32.",
+            "Relative error of the codec in norm, measured on every 64th boundary tensor. 0 for fp32.",
             "percentunit",
         ),
         Panel(
-            "Calls that went elsewhere",
+            "Rerouted calls",
             [Query(f"topk(5, {rate('swarmtrain_calls_rerouted_total', 'cause')})", "{{cause}}")],
-            "By cause; busy is normal.",
+            "Calls that went to another peer, by cause. busy is normal.",
         ),
         Panel(
             "Refused by the coordinator",
@@ -373,7 +375,7 @@ WIRE = Dashboard(
         Panel(
             "Protocol violations",
             [Query(f"sum(rate(swarmtrain_wire_violations_total[{RATE}]))", "violations")],
-            "Links closed for what the other end sent.",
+            "Links closed because the other side broke the protocol.",
         ),
     ],
 )

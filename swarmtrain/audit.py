@@ -1,4 +1,4 @@
-"""Proof from journal and checkpoints that every microbatch was counted exactly once, and that replicas agreed."""
+"""Checks with journal and checkpoints that every microbatch was counted exactly once, and that replicas agreed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarmtrain.run.schedule import gradient_scale, learning_rate, mean_loss
 
 @dataclass(frozen=True)
 class Audit:
-    """What was checked and what was found."""
+    """What was checked, and the faults that were found."""
 
     num_steps: int
     num_entries: int
@@ -27,7 +27,7 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Nothing is wrong."""
+        """Whether there are no faults."""
         return not self.faults
 
 
@@ -44,13 +44,13 @@ def audit(state_dir: Path) -> Audit:
         except (SwarmtrainError, sqlite3.Error, ValueError, TypeError, AttributeError, KeyError) as error:
             if not faults:
                 raise
-            # What cannot be read any more was altered: that has been found already.
+            # The seals have shown already that the journal was altered; now it cannot be read.
             return Audit(0, 0, 0, 0, (*faults, f"the journal cannot be read to its end: {error}"))
         return Audit(*counts, tuple(faults))
 
 
 def _audit_run(journal: Journal, directory: Path, faults: list[str]) -> tuple[int, int, int, int]:
-    """(steps, entries, replicas, checkpoints) that were looked at; what is wrong is added to `faults`."""
+    """The number of (steps, entries, replicas, checkpoints) that were checked. Adds to `faults`."""
     text = journal.get("manifest")
     if text is None:
         raise JournalError(f"{journal.path} has no manifest")
@@ -131,7 +131,7 @@ def _audit_checkpoints(
                 if checkpoint.stages[stage].state_digest != states[stage]:
                     faults.append(f"checkpoint of step {step}: stage {stage} has another digest than the journal's")
         except HardwareError:
-            raise  # says nothing about the run
+            raise  # a fault of this machine, not of the run
         except SwarmtrainError as error:
             faults.append(f"checkpoint of step {step}: {error}")
     return count

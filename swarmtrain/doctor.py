@@ -1,7 +1,7 @@
-"""Can this machine take part, and if not, what is to be done? Each thing that a daemon needs is looked at by itself.
+"""Can this machine take part in a run, and if not, what has to be fixed? Each need of a daemon is checked separately.
 
-The network is tried with a host of its own, in a directory that is removed afterwards: a daemon that runs here is not
-disturbed. Nothing is judged by a rule of thumb if it can be tried.
+Whatever can be tried is tried. The network is tried with a temporary host in a temporary directory: a daemon that runs
+on this machine is not disturbed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swarmtrain.p2p.errors import AddressInUseError, CannotListenError, DialResu
 from swarmtrain.p2p.host import Host
 from swarmtrain.p2p.network import HostOptions
 from swarmtrain.p2p.p2pd import bundled_p2pd
-from swarmtrain.peer.coordinator_link import directory_rules
+from swarmtrain.peer.contacts import directory_rules
 from swarmtrain.peer.options import choose_device
 from swarmtrain.run.invite import Invite
 from swarmtrain.units import show_gb
@@ -38,17 +38,17 @@ LOOK_S = 15.0  # a coordinator's record is spread within seconds
 
 
 class Verdict(StrEnum):
-    """What became of one look."""
+    """The outcome of one check."""
 
     GOOD = "good"
-    ODD = "odd"  # it will do, and somebody should know
+    ODD = "odd"  # usable, but worth knowing
     BAD = "bad"
-    SKIPPED = "skipped"  # something before it is bad, or there is nothing to look at
+    SKIPPED = "skipped"  # an earlier check failed, or there is nothing to check
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing: what was found, and if it is bad, what to do and the exit code that a daemon would end with."""
+    """The outcome of one check; if it is bad, the fix, and the exit code that a daemon would end with."""
 
     name: str
     verdict: Verdict
@@ -66,7 +66,7 @@ Tell = Callable[[Finding], None]
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """What is to be looked at."""
+    """What to check."""
 
     state_dir: Path  # where the daemon would write
     gpu: int | None = None
@@ -77,7 +77,7 @@ class Patient:
 
 
 async def examine(patient: Patient, tell: Tell) -> None:
-    """Tell every finding as soon as it is known, from the machine to the run."""
+    """Check everything from the machine to the run; `tell` gets each finding as soon as it is known."""
     tell(device(patient.gpu))
     tell(memory())
     tell(disk(patient.state_dir))
@@ -94,16 +94,16 @@ async def examine(patient: Patient, tell: Tell) -> None:
         elif _bootstrap(await host.connect(patient.invite.bootstrap), tell):
             await _run(host, patient.invite, patient.look_s, tell)
         else:
-            _skip(tell, ("clock", "run"), "no bootstrap peer is reached")
+            _skip(tell, ("clock", "run"), "no bootstrap peer can be reached")
 
 
 def exit_code(findings: list[Finding]) -> ExitCode:
-    """That of the first bad one."""
+    """The exit code of the first bad finding; DONE if there is none."""
     return next((item.exit_code for item in findings if item.verdict is Verdict.BAD), ExitCode.DONE)
 
 
 def device(gpu: int | None) -> Finding:
-    """The GPU that was asked for, or the CPU."""
+    """Check the GPU with this number, or the CPU."""
     try:
         chosen = choose_device(gpu)
     except SwarmtrainError as error:
@@ -117,7 +117,7 @@ def device(gpu: int | None) -> Finding:
 
 
 def memory(available_bytes: int | None = None) -> Finding:
-    """What is free now."""
+    """Check free memory."""
     known = psutil.virtual_memory()
     available = known.available if available_bytes is None else available_bytes
     detail = f"{show_gb(available)} of {show_gb(known.total)} free"
@@ -128,37 +128,39 @@ def memory(available_bytes: int | None = None) -> Finding:
 
 
 def disk(state_dir: Path) -> Finding:
-    """Whether the state directory can be written, and how much room there is."""
+    """Check that the state directory can be written, and its free space."""
     try:
         with _made(state_dir), tempfile.NamedTemporaryFile(dir=state_dir, prefix=".doctor-") as file:
             file.write(bytes(4096))
             file.flush()
             free = shutil.disk_usage(state_dir).free
     except OSError as error:
-        fix = "make room, check owner and mode, or choose another --state-dir"
+        fix = "free some space, check owner and mode, or choose another --state-dir"
         return Finding("disk", Verdict.BAD, f"cannot write to {state_dir}: {error.strerror}", fix, ExitCode.STORAGE)
     detail = f"{show_gb(free)} free in {state_dir}"
     if free >= ENOUGH_DISK_BYTES:
         return Finding("disk", Verdict.GOOD, detail)
-    return Finding("disk", Verdict.ODD, detail, f"make room: logs and events take up to {show_gb(ENOUGH_DISK_BYTES)}")
+    return Finding(
+        "disk", Verdict.ODD, detail, f"free some space: logs and events take up to {show_gb(ENOUGH_DISK_BYTES)}"
+    )
 
 
 @contextmanager
 def _made(path: Path) -> Iterator[None]:
-    """A directory while it is looked at; what had to be made for that is removed again."""
+    """Create a directory for the duration of the block, with its parents; those that existed before stay."""
     missing = [place for place in (path, *path.parents) if not place.exists()]
     path.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
-        with suppress(OSError):  # somebody uses it by now
+        with suppress(OSError):  # another process uses it by now
             for place in missing:
                 place.rmdir()
 
 
 @asynccontextmanager
 async def _host(patient: Patient) -> AsyncIterator[Host | HostError]:
-    """A host as the daemon would start it, or why there is none."""
+    """A host as a daemon would start it, or the error."""
     with tempfile.TemporaryDirectory(prefix="st-doctor-") as place:
         options = HostOptions(
             state_dir=Path(place),
@@ -179,13 +181,13 @@ async def _host(patient: Patient) -> AsyncIterator[Host | HostError]:
 
 
 def _bootstrap(results: list[DialResult], tell: Tell) -> bool:
-    """Each bootstrap peer by itself; whether there is one, which is enough to take part."""
+    """Report each bootstrap peer. True if at least one was reached, which is enough to take part."""
     has_one = any(result.error is None for result in results)
     for result in results:
         if result.error is None:
             tell(Finding("bootstrap", Verdict.GOOD, str(result)))
         elif has_one:
-            tell(Finding("bootstrap", Verdict.ODD, str(result), "nothing: another one is reached"))
+            tell(Finding("bootstrap", Verdict.ODD, str(result), "nothing: another one was reached"))
         else:
             fix = "check this machine's network and firewall, that the run is going, and that the invite is the newest"
             tell(Finding("bootstrap", Verdict.BAD, str(result), fix, ExitCode.UNREACHABLE))
@@ -193,7 +195,7 @@ def _bootstrap(results: list[DialResult], tell: Tell) -> bool:
 
 
 async def _run(host: Host, invite: Invite, look_s: float, tell: Tell) -> None:
-    """The clock and the coordinator, as the run's directory shows them."""
+    """Check the clock and the coordinator by the run's directory."""
     options = DirectoryOptions(rules=directory_rules(invite), client_mode=True)
     directory = await Directory.start(host, invite.run_id, options)
     try:
@@ -204,7 +206,7 @@ async def _run(host: Host, invite: Invite, look_s: float, tell: Tell) -> None:
     if status.num_neighbours:
         tell(clock(status.clock_offset_s))
     else:
-        _skip(tell, ("clock",), "nobody told a time")
+        _skip(tell, ("clock",), "no peer has told its time")
     if coordinator:
         tell(Finding("run", Verdict.GOOD, f"run {invite.run_id} is coordinated by {coordinator[-8:]}"))
     else:
@@ -214,7 +216,7 @@ async def _run(host: Host, invite: Invite, look_s: float, tell: Tell) -> None:
 
 
 async def _coordinator(directory: Directory, look_s: float) -> str:
-    """The peer that announces itself as coordinator with the run's signature; empty if there is none in time."""
+    """The peer that announces itself as coordinator with the run's signature; empty if none is found in time."""
     ends_at = asyncio.get_running_loop().time() + look_s
     while True:
         try:
@@ -227,14 +229,14 @@ async def _coordinator(directory: Directory, look_s: float) -> str:
 
 
 def clock(others_ahead_s: float) -> Finding:
-    """This clock against those of the run: signed records live for seconds."""
+    """Check this clock against those of the run: signed records expire within seconds."""
     off = abs(others_ahead_s)
     detail = (
         "as the others'" if off < 0.5 else f"{off:.1f} s {'behind' if others_ahead_s > 0 else 'ahead of'} the others'"
     )
     if off <= MAX_CLOCK_OFFSET_S:
         return Finding("clock", Verdict.GOOD, detail)
-    fix = "set it by NTP: records of the network would be refused"
+    fix = "set it by NTP: signed records would be refused"
     return Finding("clock", Verdict.BAD, detail, fix, ExitCode.UNREACHABLE)
 
 

@@ -1,6 +1,6 @@
-"""Every error a user can meet: an id, one line that says what is wrong, what to do about it, and an exit code.
+"""Errors that a user can meet: an id, one line that says what is wrong, a fix, and an exit code.
 
-The lowest room of the house: everything may import it, it imports nothing. Each id has an entry in docs/errors.md.
+Everything may import this module; it imports nothing. Each id has an entry in docs/errors.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ExitCode(IntEnum):
 
 
 class SwarmtrainError(Exception):
-    """Base of all errors meant for a person. `str(error)` is one line; `fix` says what to do."""
+    """Base of all errors for users. `str(error)` is one line; `fix` says what to do."""
 
     error_id = "ST-INTERNAL"
     exit_code = ExitCode.INTERNAL
@@ -35,7 +35,7 @@ class SwarmtrainError(Exception):
 
 
 class UsageError(SwarmtrainError):
-    """What was asked for cannot be done as asked: an unknown preset, contradicting options."""
+    """The request cannot be fulfilled: an unknown preset, contradicting options."""
 
     error_id = "ST-USAGE"
     exit_code = ExitCode.USAGE
@@ -67,7 +67,7 @@ class CheckpointError(SwarmtrainError):
 
 
 class StorageError(SwarmtrainError):
-    """Something could not be written; what was there before is untouched."""
+    """A file could not be written; the previous content is intact."""
 
     error_id = "ST-STORAGE"
     exit_code = ExitCode.STORAGE

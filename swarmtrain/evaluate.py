@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a checkpoint is worth on tokens that it never saw."""
+    """The validation of a checkpoint, on tokens that it was not trained on."""
 
     checkpoint: str
     step: int
@@ -31,10 +31,10 @@ class Evaluation:
     tokens: int
     loss: float
     perplexity: float
-    bits_per_byte: float | None  # only where a token is a byte
+    bits_per_byte: float | None  # None unless a token is a byte
 
     def as_json(self) -> dict[str, Any]:
-        """For --json; a perplexity beyond all numbers is null."""
+        """For --json; an infinite perplexity is null."""
         return {**asdict(self), "perplexity": self.perplexity if math.isfinite(self.perplexity) else None}
 
 
@@ -49,13 +49,13 @@ def evaluate(
     """Mean loss over the first validation microbatches: as many as in training, or `num_microbatches`, or all.
 
     With the defaults this is the number that the trainer reported at this step, to the last bit. `DataError` if the
-    run keeps no tokens for validation.
+    run has no validation tokens.
     """
     manifest = checkpoint.manifest
     sampler = make_sampler(manifest, source)
     count = min(num_microbatches or manifest.validation.microbatches, sampler.num_validation_microbatches)
     if count == 0:
-        raise DataError("this run keeps no tokens for validation", fix="data.validation_fraction is 0 in its manifest")
+        raise DataError("this run has no validation tokens", fix="data.validation_fraction is 0 in its manifest")
     model = TrainedModel(checkpoint, use_codec=use_codec)
     losses = []
     for index in range(count):

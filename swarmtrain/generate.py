@@ -14,8 +14,8 @@ from swarmtrain.data.tokenizer import ByteTokenizer, Tokenizer
 from swarmtrain.errors import DataError, DivergedError, UsageError
 from swarmtrain.inference import TrainedModel
 
-DEFAULT_PROMPT = "\n"  # the start of a line: in every corpus, and says nothing
-_MAX_HELD = 16  # tokens that wait for the rest of a character
+DEFAULT_PROMPT = "\n"  # the start of a line: in every corpus, and without content
+_MAX_HELD = 16  # tokens that are held back until a character is complete
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ def generate_text(
     num_tokens: int = 200,
     sampling: Sampling | None = None,
 ) -> Iterator[str]:
-    """Pieces of text that continue `prompt`, as soon as they are whole characters; ends early at the end of a text."""
+    """Pieces of text that continue `prompt`, in whole characters; ends early at an end-of-text token."""
     ids = [int(token) for token in tokenizer.encode(prompt or DEFAULT_PROMPT)]
     if not ids or max(ids) >= model.manifest.model.vocab_size:
-        raise DataError("the run's tokenizer makes nothing of this prompt that the model knows")
+        raise DataError("the run's tokenizer makes no token of this prompt that is in the model's vocabulary")
     pieces = _ByteText() if isinstance(tokenizer, ByteTokenizer) else _TokenText(tokenizer)
     vocab_size = min(tokenizer.vocab_size, model.manifest.model.vocab_size)
     for token in generate_tokens(model, ids, num_tokens, vocab_size, sampling or Sampling()):
@@ -80,14 +80,14 @@ def choose(scores: Tensor, sampling: Sampling, point: float) -> int:
         return int(scores.argmax())
     ordered, tokens = torch.sort(scores, descending=True, stable=True)
     cumulative = torch.softmax((ordered - ordered[0]) / sampling.temperature, dim=0).cumsum(0)
-    kept = int(torch.searchsorted(cumulative, sampling.top_p)) + 1  # the first place where the mass is reached
+    kept = int(torch.searchsorted(cumulative, sampling.top_p)) + 1  # the first index at which the mass is reached
     kept = min(kept, len(tokens))
     position = int(torch.searchsorted(cumulative[:kept], point * float(cumulative[kept - 1]), right=True))
     return int(tokens[min(position, kept - 1)])
 
 
 class _PlainScores:
-    """Scores of the next token by computing the whole window anew: right for every codec, one window per token."""
+    """Scores of the next token, computed from the whole window each time: right for every codec."""
 
     def __init__(self, model: TrainedModel) -> None:
         self._model = model
@@ -98,7 +98,7 @@ class _PlainScores:
 
 
 class _CachedScores:
-    """The same from cached keys and values. A full cache is filled anew with the younger half of the window."""
+    """The same from cached keys and values. A full cache is refilled with the newer half of the window."""
 
     def __init__(self, model: TrainedModel) -> None:
         self._model = model
@@ -116,7 +116,7 @@ class _CachedScores:
 
 
 class _ByteText:
-    """Bytes to text; an unfinished character waits."""
+    """Bytes to text; an incomplete character is held back."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -129,7 +129,7 @@ class _ByteText:
 
 
 class _TokenText:
-    """Tokens to text. A token is decoded together with the one before it, since some write a space or none by that."""
+    """Tokens to text. A token is decoded together with the one before it, on which a leading space may depend."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

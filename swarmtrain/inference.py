@@ -1,4 +1,4 @@
-"""A trained model to compute with: the stages of a checkpoint in one process, without gradients or optimizer state."""
+"""A trained model for inference: the stages of a checkpoint in one process, without gradients or optimizer state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from swarmtrain.run.manifest import Manifest
 class TrainedModel:
     """The whole pipeline of a checkpoint. Boundary tensors pass through the forward codec, as in training.
 
-    A model that learned to live with a lossy wire is judged with it; `use_codec=False` leaves it out.
+    A model that was trained with a lossy codec is evaluated with it; `use_codec=False` leaves it out.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, use_codec: bool = True, device: torch.device | str = "cpu") -> None:
@@ -70,7 +70,7 @@ class TrainedModel:
 
 
 def open_checkpoint_source(manifest: Manifest, data: str | None = None) -> TokenSource:
-    """The tokens of a checkpoint's run; `data` says where they are now, if not where the manifest says."""
+    """The tokens of a checkpoint's run, from `data` if they are not where the manifest says."""
     if data is None:
         return open_run_source(manifest)
     return open_run_source(replace(manifest, data=replace(manifest.data, source=data)))
@@ -93,6 +93,6 @@ def _load_stage(checkpoint: Checkpoint, plan: StagePlan, table: Tensor | None, d
     tensors = stage_parameters(checkpoint, plan)
     basis = tensors.pop("subspace/basis", None)
     stage = Stage(checkpoint.manifest, plan, basis.to(device) if basis is not None else None, table)
-    # Copies, since what a file gives need not lie where kernels round as they did in training.
+    # Copies: tensors of a file may be aligned differently, and kernels then round differently than in training.
     stage.load_state_dict({name: tensor.clone().to(device) for name, tensor in tensors.items()}, assign=True)
     return stage.requires_grad_(False).eval()

@@ -1,7 +1,6 @@
-"""A whole swarm on this machine: a coordinator and peers as real processes, talking real libp2p over loopback.
+"""A whole swarm on this machine: a coordinator and peers as real processes that talk libp2p over loopback.
 
-The first thing a newcomer runs, and what most tests run. It starts processes, reads the coordinator's events, and makes
-sure that nothing is left behind.
+It starts the processes, reads the coordinator's events, and leaves no process behind.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class LocalError(SwarmtrainError):
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """What `swarmtrain local` was told."""
+    """The options of `swarmtrain local`."""
 
     manifest: Manifest
     state_dir: Path
@@ -57,7 +56,7 @@ class LocalOptions:
 
 @dataclass
 class Child:
-    """One daemon."""
+    """One daemon's process."""
 
     name: str
     stage: int  # -1 for the coordinator
@@ -71,7 +70,7 @@ class LocalSwarm:
     """Starts, watches and stops the daemons."""
 
     def __init__(self, options: LocalOptions, on_event: OnEvent, disturb: Disturb | None = None) -> None:
-        """`disturb` runs beside the swarm and may kill what it likes; by default it does what the options say."""
+        """`disturb` runs beside the swarm and may kill daemons; by default it kills as the options say."""
         self.options, self._on_event = options, on_event
         self._disturb = disturb or (LocalSwarm._kill_now_and_then if options.kill_every_s else None)
         self.coordinator: Child | None = None
@@ -86,7 +85,7 @@ class LocalSwarm:
         self._rng = random.Random(options.seed)
 
     async def run(self) -> dict[str, Any]:
-        """Run to the end; returns the `run_ended` event. Everything that was started is gone afterwards."""
+        """Run to the end; returns the `run_ended` event. All processes have ended afterwards."""
         try:
             await self.start()
             await self._until_over()
@@ -96,7 +95,7 @@ class LocalSwarm:
         return self.ended
 
     async def start(self) -> None:
-        """Start the coordinator, then the peers, one stage after the other in turn."""
+        """Start the coordinator, then the peers, with the stages in turn."""
         self._write_manifest()
         self.coordinator = await self._start_coordinator()
         async with asyncio.timeout(START_S):
@@ -124,7 +123,7 @@ class LocalSwarm:
         return await self._spawn(name, stage, [*arguments, "--drain-timeout", "5", "--json", *more])
 
     async def stop(self) -> None:
-        """End everything: the coordinator first, so that no step waits for peers that leave."""
+        """End all daemons: the coordinator first, so that no step waits for peers that leave."""
         self._is_stopping = True
         children = ([self.coordinator] if self.coordinator is not None else []) + self.peers
         for child in children:
@@ -142,7 +141,10 @@ class LocalSwarm:
     async def _spawn(self, name: str, stage: int, arguments: list[str]) -> Child:
         environment = {**os.environ, "OMP_NUM_THREADS": str(self.options.threads)}
         environment["SWARMTRAIN_DIE_WITH_PARENT"] = str(os.getpid())
-        for variable in ("SWARMTRAIN_INVITE", "SWARMTRAIN_SET"):  # ours: the manifest and the invite hold them already
+        for variable in (
+            "SWARMTRAIN_INVITE",
+            "SWARMTRAIN_SET",
+        ):  # meant for this process: the manifest and the invite hold them already
             environment.pop(variable, None)
         path = self.options.state_dir / f"{name}.log"
         try:
@@ -204,7 +206,7 @@ class LocalSwarm:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _wait_first(self, wanted: Any) -> None:
-        """Wait for `wanted`, unless a daemon that must live ends first."""
+        """Wait for `wanted`; LocalError if a daemon that must live ends first."""
         waiting = asyncio.create_task(wanted)
         try:
             while not waiting.done():
@@ -219,7 +221,7 @@ class LocalSwarm:
             if child is None or child.process.returncode is None:
                 continue
             await asyncio.wait([child.reader], timeout=READ_S)  # its last events may still be on their way
-            was_asked = child.stage >= 0 and child.process.returncode == 0  # told to leave, or drained by its owner
+            was_asked = child.stage >= 0 and child.process.returncode == 0  # told to leave, or drained by the user
             if not was_asked and not self._over.is_set():
                 raise LocalError(
                     f"{child.name} ended with exit code {child.process.returncode}: {self.last_words(child)}",
@@ -231,14 +233,13 @@ class LocalSwarm:
         path = self.options.state_dir / f"{child.name}.log"
         with contextlib.suppress(OSError):
             lines = path.read_text(errors="replace").strip().splitlines()
-            return lines[-1] if lines else "it said nothing"
-        return "it said nothing"
+            return lines[-1] if lines else "it logged nothing"
+        return "it logged nothing"
 
     async def _kill_now_and_then(self) -> None:
-        """SIGKILL a peer that its stage can spare (or the coordinator), and start another in its place.
+        """SIGKILL a peer whose stage has another one (or the coordinator), and start another in its place.
 
-        From the first step on: before it there is nothing to recover, and a run that waits for its first peers would
-        begin without anybody to spare.
+        This begins after the first step: before it there is nothing to recover.
         """
         await self._trains.wait()
         while True:
@@ -246,7 +247,7 @@ class LocalSwarm:
             if self.options.kill_coordinator and self._rng.random() < 0.3:
                 await self.replace_coordinator()
                 continue
-            candidates = spare_of(await self.serving_peers())
+            candidates = replaceable(await self.serving_peers())
             if candidates:
                 victim = self._rng.choice(candidates)
                 self._on_event({"event": "killed", "from": "local", "victim": victim.name, "stage": victim.stage})
@@ -255,17 +256,17 @@ class LocalSwarm:
                 self.peers.append(await self.start_peer(victim.stage))
 
     async def serving_peers(self) -> list[Child]:
-        """Peers that serve, as the coordinator sees it. Nobody, if it cannot say now."""
+        """Serving peers, as the coordinator sees it; none if it does not answer."""
         try:
             status = await ask(self.options.state_dir / "coordinator" / "control.sock", "status")
         except ControlError as error:
-            log.info("nobody is killed now: %s", error)
+            log.info("no peer is killed now: %s", error)
             return []
         names = serving_names(status)
         return [peer for peer in self.peers if peer.name in names and peer.process.returncode is None]
 
     async def replace_coordinator(self) -> None:
-        """SIGKILL the coordinator, and start it again on its state directory."""
+        """SIGKILL the coordinator, and start it again with the same state directory."""
         assert self.coordinator is not None
         self._on_event({"event": "killed", "from": "local", "victim": "coordinator", "stage": -1})
         former, self.coordinator = self.coordinator, None
@@ -275,13 +276,13 @@ class LocalSwarm:
         await self._invited.wait()
 
     async def kill(self, child: Child) -> None:
-        """SIGKILL; returns when it is gone."""
+        """SIGKILL; returns when the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             child.process.kill()
         await child.process.wait()
 
     async def _end(self, child: Child) -> None:
-        """SIGTERM, and SIGKILL for whatever does not follow in time."""
+        """SIGTERM, and SIGKILL if the daemon does not end in time."""
         if child.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 child.process.send_signal(signal.SIGTERM)
@@ -293,13 +294,13 @@ class LocalSwarm:
                 await self.kill(child)
 
 
-def spare_of(peers: Sequence[Child]) -> list[Child]:
-    """Those whose stage has another one among these."""
+def replaceable(peers: Sequence[Child]) -> list[Child]:
+    """The peers whose stage has another one among `peers`."""
     return [peer for peer in peers if sum(other.stage == peer.stage for other in peers) > 1]
 
 
 def serving_names(status: dict[str, Any]) -> set[str]:
-    """By a coordinator's status: who hosts a stage at the run's step, over a link that holds."""
+    """The names of peers that serve at the run's step over an intact link, from a coordinator's status."""
     members = [member for stage in status["stages"] for member in stage]
     return {
         member["name"]

@@ -19,7 +19,7 @@ from swarmtrain.boundary import Boundary, codec_pair, received, sample_names
 from swarmtrain.codec import Aux, Direction
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.data.source import TokenSource, open_source
-from swarmtrain.errors import DivergedError, ManifestError
+from swarmtrain.errors import ManifestError
 from swarmtrain.model.layout import EMBEDDING, plan_stages
 from swarmtrain.model.memory import check_memory
 from swarmtrain.model.sizes import stage_memory
@@ -27,7 +27,7 @@ from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Pass, StageWorker
 from swarmtrain.reduce.coding import Reduced, StageCoder
 from swarmtrain.run.manifest import Manifest
-from swarmtrain.run.schedule import gradient_scale, learning_rate, mean_loss
+from swarmtrain.run.schedule import check_norm, gradient_scale, learning_rate, mean_loss
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,7 @@ class ReferenceTrainer:
             for index, worker in enumerate(self.workers)
         ]
         norm, scale = gradient_scale(self.manifest, squares)
-        if not norm < float("inf"):
-            raise DivergedError(f"the gradient norm of step {t} is {norm}", fix="lower optimizer.learning_rate")
+        check_norm(self.manifest, t, norm, scale)
         rate = learning_rate(self.manifest, t)
         for worker, gradient in zip(self.workers, reduced, strict=True):
             worker.apply(gradient, scale, rate)

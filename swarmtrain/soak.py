@@ -1,10 +1,10 @@
-"""Soak: a swarm is hurt at random, again and again, and must end in the bits of an undisturbed run every time.
+"""Soak test: random faults hit a swarm, round after round, and every run must end in the bits of an undisturbed one.
 
     scripts/soak --minutes 20 --seed 7
 
-Round after round the same small run is trained by a local swarm while peers and coordinator are killed, stopped, cut
-off, drained and joined, as drawn from the seed. After every round the final state is compared with the reference's, bit
-for bit, and the books are audited. A failure prints the seed and keeps the directory.
+In each round a local swarm trains the same small run while peers and coordinator are killed, stopped, cut off, drained
+and joined, as drawn from the seed. After every round the final state is compared with the reference's, bit for bit, and
+the journal is audited. A failure prints the seed and keeps the directory.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ import torch
 from swarmtrain.audit import audit
 from swarmtrain.checkpoint import Checkpoint, latest, same_tensors
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.local import Child, LocalOptions, LocalSwarm, spare_of
+from swarmtrain.local import Child, LocalOptions, LocalSwarm, replaceable
 from swarmtrain.observe.control import ControlError, ask
 from swarmtrain.reference import ReferenceTrainer
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset
 from swarmtrain.waiting import wait_event
 
-ROUND_S = 900.0  # a round that takes longer hangs
+ROUND_S = 900.0  # a round that takes longer has hung
 NUM_STAGES = 3
 MAX_PEERS = 8
-PATIENT_SHARE = 0.8  # of the faults wait for a step after the one before; the others strike in the middle of recovery
+PATIENT_SHARE = 0.8  # of the faults wait for a step after the previous fault; the others hit during recovery
 RECOVERY_S = 90.0
 
 SMALL = (
@@ -63,8 +63,8 @@ class SoakFailed(SwarmtrainError):
     error_id = "ST-SOAK"
 
 
-class Tormentor:
-    """Hurts one swarm until the run is over. What it does follows from the seed; when, from how fast the swarm is."""
+class FaultInjector:
+    """Injects faults into one swarm until the run is over. The seed determines which."""
 
     def __init__(self, rng: random.Random, pause_s: tuple[float, float]) -> None:
         self._rng, self._pause_s = rng, pause_s
@@ -73,8 +73,8 @@ class Tormentor:
         self._has_begun = False
         self._stopped: set[asyncio.Task[None]] = set()
 
-    async def torment(self, swarm: LocalSwarm) -> None:
-        """One fault after the other. Runs until it is cancelled."""
+    async def inject(self, swarm: LocalSwarm) -> None:
+        """Inject one fault after the other, until cancelled."""
         choices: dict[str, tuple[float, Callable[[LocalSwarm], Awaitable[bool]]]] = {
             "kill": (4.0, self._kill),
             "stop": (2.0, self._stop),
@@ -109,9 +109,10 @@ class Tormentor:
             self._step_applied.set()
 
     async def _tend(self, swarm: LocalSwarm) -> None:
-        """A peer that starts while the coordinator is away ends with an error: its stage must not stay empty.
+        """Start peers where a stage has too few.
 
-        And until the first step the run waits for as many peers as it was started with.
+        A peer that starts while the coordinator is away ends with an error, and its stage must not stay empty. Until
+        the first step the run waits for as many peers as it was started with.
         """
         needed = 1 if self._has_begun else swarm.options.num_peers // NUM_STAGES
         for stage in range(NUM_STAGES):
@@ -121,7 +122,9 @@ class Tormentor:
 
     async def _victim(self, swarm: LocalSwarm) -> Child | None:
         """Somebody whose stage has another peer that serves, as the coordinator sees it."""
-        spare = spare_of([peer for peer in await swarm.serving_peers() if peer.is_serving])  # not stopped, not drained
+        spare = replaceable(
+            [peer for peer in await swarm.serving_peers() if peer.is_serving]
+        )  # not stopped, not drained
         return self._rng.choice(spare) if spare else None
 
     async def _kill(self, swarm: LocalSwarm) -> bool:
@@ -154,7 +157,7 @@ class Tormentor:
         if victim is None:
             return False
         _signal(victim, signal.SIGSTOP)
-        victim.is_serving = False  # nobody else of its stage may be taken away meanwhile
+        victim.is_serving = False  # no other peer of its stage may be hit meanwhile
         task = asyncio.create_task(self._wake_later(victim, self._rng.uniform(1.0, 14.0)))
         self._stopped.add(task)
         task.add_done_callback(self._stopped.discard)
@@ -219,7 +222,7 @@ def soak(
 ) -> Counter[str]:
     """Rounds until `minutes` are over and `min_faults` were survived, at least one. Returns the faults survived.
 
-    SoakFailed, with where to look, for a round that ends otherwise than the reference or takes longer than `round_s`.
+    SoakFailed, with the directory, if a round does not end like the reference or takes longer than `round_s`.
     """
     torch.set_num_threads(1)
     place = Path(tempfile.mkdtemp(prefix="soak-"))
@@ -234,21 +237,21 @@ def soak(
         directory = place / f"r{number}"
         started, round_seed = time.monotonic(), rng.random()
         try:
-            tormentor = Tormentor(random.Random(round_seed), pause_s)
-            asyncio.run(_round(manifest, directory, tormentor, round_s))
+            injector = FaultInjector(random.Random(round_seed), pause_s)
+            asyncio.run(_round(manifest, directory, injector, round_s))
             check(directory, expected)
         except (SwarmtrainError, TimeoutError) as error:
             raise SoakFailed(f"seed {seed}, round {number}: {error!r}", fix=f"see {directory}") from error
-        counts += tormentor.counts
-        took, total = time.monotonic() - started, tormentor.counts.total()
-        print(f"round {number}: {total} faults survived in {took:.0f} s {dict(tormentor.counts)}", flush=True)
+        counts += injector.counts
+        took, total = time.monotonic() - started, injector.counts.total()
+        print(f"round {number}: {total} faults survived in {took:.0f} s {dict(injector.counts)}", flush=True)
         shutil.rmtree(directory, ignore_errors=True)
     shutil.rmtree(place, ignore_errors=True)
     print(f"seed {seed}: {number} rounds, {counts.total()} faults survived {dict(counts)}", flush=True)
     return counts
 
 
-async def _round(manifest: Manifest, directory: Path, tormentor: Tormentor, round_s: float) -> None:
+async def _round(manifest: Manifest, directory: Path, injector: FaultInjector, round_s: float) -> None:
     options = LocalOptions(
         manifest=manifest,
         state_dir=directory,
@@ -258,17 +261,17 @@ async def _round(manifest: Manifest, directory: Path, tormentor: Tormentor, roun
     events = directory.with_suffix(".events")
 
     def note(event: dict[str, Any]) -> None:
-        tormentor.note(event)
+        injector.note(event)
         with events.open("a") as file:
             print(event, file=file)
 
     async with asyncio.timeout(round_s):
-        await LocalSwarm(options, note, tormentor.torment).run()
+        await LocalSwarm(options, note, injector.inject).run()
     events.unlink()
 
 
 def check(directory: Path, expected: Checkpoint) -> None:
-    """The run in `directory` ended like the reference, and its books balance."""
+    """SoakFailed unless the run in `directory` ended like the reference and its journal passes the audit."""
     found = latest(directory / "coordinator" / "checkpoints")
     if found is None or found.step != expected.step:
         raise SoakFailed(f"the last checkpoint is {found.step if found else 'missing'}, not {expected.step}")

@@ -14,7 +14,7 @@ from swarmtrain.errors import UsageError
 MIB = 1 << 20
 MBIT = 1e6 / 8  # bytes
 MAX_BYTES = 1 << 60  # no machine has more
-MAX_RATE = 1e12  # bytes per second that a cap may name; what is announced must fit a message
+MAX_RATE = 1e12  # bytes per second; a cap is announced in a message, which bounds it
 MAX_DURATION_S = 366 * 86400.0
 
 _AMOUNT = re.compile(
@@ -22,9 +22,9 @@ _AMOUNT = re.compile(
 )
 _RATE = re.compile(r"(?P<number>\d{1,30}(\.\d{1,30})?)\s*(?P<unit>[a-z]+?)(ps|/s)?", re.IGNORECASE | re.ASCII)
 
-_SIZES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_SIZES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "pb": 1e15}
 _BINARY_SIZES = {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
-_BITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
+_BITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "tbit": 1e12 / 8}
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 

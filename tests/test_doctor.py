@@ -80,7 +80,7 @@ def test_the_verb_ends_with_what_a_daemon_would_end_with(tmp_path: Path, nobody:
     assert done.code == 3
     assert f"bad     bootstrap  {nobody}: connection refused" in done.out
     assert "skipped run" in done.out
-    assert done.out.endswith("1 to mend before this machine can take part\n")
+    assert done.out.endswith("1 to fix before this machine can take part\n")
 
 
 def test_a_taken_port_is_a_finding(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_data_that_moved_is_found_where_one_says(tmp_path: Path) -> None:
 
 
 def test_a_run_without_validation_tokens_cannot_be_validated(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no tokens for validation"):
+    with pytest.raises(DataError, match="no validation tokens"):
         evaluated(train(small("data.validation_fraction=0"), tmp_path))
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from swarmtrain.local import Child, LocalOptions, LocalSwarm, spare_of
+from swarmtrain.local import Child, LocalOptions, LocalSwarm, replaceable
 from swarmtrain.observe.control import ControlServer
 from swarmtrain.run.presets import preset
 
@@ -36,7 +36,7 @@ def spare(place: Path, peers: list[Child], stages: list[list[dict[str, Any]]] | 
         if stages is not None:
             await server.start()
         try:
-            return [peer.name for peer in spare_of(await swarm.serving_peers())]
+            return [peer.name for peer in replaceable(await swarm.serving_peers())]
         finally:
             await server.close()
 

@@ -1,4 +1,4 @@
-"""`swarmtrain audit`: prove from a run's journal that its books balance."""
+"""`swarmtrain audit`: check a run's journal: every microbatch once per stage, all replicas equal."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from swarmtrain.cli.options import JsonOption, print_json
-from swarmtrain.cli.terminal import say
 from swarmtrain.errors import ExitCode
+from swarmtrain.terminal import say
 
 
 def register(app: typer.Typer) -> None:

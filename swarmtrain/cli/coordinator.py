@@ -38,26 +38,30 @@ def coordinator(
         list[str] | None, typer.Option(help="Multiaddress to listen on; default: all IPv4 addresses, a free port.")
     ] = None,
     announce: Annotated[
-        list[str] | None, typer.Option(help="Multiaddress that others should dial instead (port forwarding).")
+        list[str] | None, typer.Option(help="Multiaddress that peers dial instead, for port forwarding.")
     ] = None,
-    bootstrap: Annotated[list[str] | None, typer.Option(help="Further peers to find others through.")] = None,
-    min_peers: Annotated[int, number(1, MAX_PEERS, help="Wait for so many peers before the first step.")] = 1,
+    bootstrap: Annotated[list[str] | None, typer.Option(help="Further bootstrap peers.")] = None,
+    min_peers: Annotated[int, number(1, MAX_PEERS, help="Peers to wait for before the first step.")] = 1,
     invite_file: Annotated[
-        Path | None, typer.Option(help="Write the invite there, too, e.g. for peers in containers.")
+        Path | None, typer.Option(help="Also write the invite to this file, e.g. for peers in containers.")
     ] = None,
     page: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Status page, API and metrics; port 0: a free one. `off`: none.")
     ] = "127.0.0.1:0",
     route: Annotated[
-        str, typer.Option(help="How a peer of stage 0 is chosen: finish-time, or swarm-latency for comparison.")
+        str, typer.Option(help="Routing policy for stage 0: finish-time, or swarm-latency for comparison.")
     ] = "finish-time",
     rebalance: Annotated[
-        str, typer.Option(help="Whether peers that joined with --stage auto move later: capacity or none.")
+        str, typer.Option(help="Rule by which peers that joined with --stage auto move later: capacity or none.")
     ] = "capacity",
-    min_left: Annotated[int, number(1, MAX_SECONDS, help="Peers that a stage keeps when one moves away.")] = 2,
-    min_gain: Annotated[float, number(0, 10, help="What a move must gain; among many peers less is enough.")] = 0.15,
-    min_stay: Annotated[float, number(0, MAX_SECONDS, help="Seconds a peer stays in a stage at least.")] = 60.0,
-    look_every: Annotated[float, number(0.5, 3600, help="Seconds between a peer's looks at the other stages.")] = 20.0,
+    min_left: Annotated[int, number(1, MAX_SECONDS, help="Fewest peers that a move may leave in a stage.")] = 2,
+    min_gain: Annotated[
+        float, number(0, 10, help="Least gain in throughput for a move; less is enough among many peers.")
+    ] = 0.15,
+    min_stay: Annotated[float, number(0, MAX_SECONDS, help="Least seconds that a peer stays in a stage.")] = 60.0,
+    look_every: Annotated[
+        float, number(0.5, 3600, help="Seconds between two comparisons of the stages by a peer.")
+    ] = 20.0,
     test_faults: TestFaultsOption = False,
     as_json: JsonOption = False,
 ) -> None:

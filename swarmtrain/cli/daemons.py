@@ -1,4 +1,4 @@
-"""Running a daemon from the command line: event loop, signals, event output, dying with the parent where asked."""
+"""Running a daemon from the command line: event loop, signals, event output, and ending with the parent process."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ DIE_WITH_PARENT = "SWARMTRAIN_DIE_WITH_PARENT"
 
 
 class Daemon(Protocol):
-    """What the runner needs of a daemon."""
+    """A daemon, as the runner sees it."""
 
     def run(self) -> Coroutine[Any, Any, None]:
-        """Live."""
+        """Run until the daemon has ended or was stopped."""
 
 
 def run_daemon(
@@ -36,13 +36,13 @@ def run_daemon(
 ) -> None:
     """Run the daemon that `make` builds on the loop. SIGTERM and Ctrl-C call `stop`; a second one leaves at once.
 
-    Its events go to stdout as JSON if that was asked for, else to its log; and to a file in its state directory.
+    Its events go to stdout as JSON with `as_json`, else to its log, and always to a file in its state directory.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter())
     logging.basicConfig(level=os.environ.get("SWARMTRAIN_LOG", "WARNING").upper(), handlers=[handler])
     keep_freed_memory()
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # where it hangs, for a bug report
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # prints where it hangs, for a bug report
     if os.environ.get(DIE_WITH_PARENT):
         _die_with_parent(int(os.environ[DIE_WITH_PARENT]))
 
@@ -77,10 +77,10 @@ def run_daemon(
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep up to 64 MiB that were freed, instead of handing them back after every message.
+    """Have the C library keep up to 64 MiB of freed memory instead of returning it after every message.
 
-    Fresh memory costs a page fault per 4 KiB: a copy of a 4 MiB message took 7 times as long for it (glibc; others have
-    no such switch, and need none).
+    Fresh memory costs a page fault per 4 KiB: with it, a copy of a 4 MiB message took 7 times as long (glibc; other C
+    libraries have no such switch and need none).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -89,14 +89,14 @@ def keep_freed_memory() -> None:
 
 
 def _die_with_parent(process_id: int) -> None:
-    """Have the kernel end this process with its parent; it may have gone already while this one was loading."""
+    """Have the kernel end this process with its parent, which may have ended while this process was loading."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != process_id:
         os._exit(ExitCode.INTERNAL)
 
 
 def _first_expected(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that a person should see: an expected one if there is any."""
+    """The error to report: an expected one if the group has any."""
     leaves: list[BaseException] = []
     stack: list[BaseException] = [group]
     while stack:

@@ -1,4 +1,4 @@
-"""`swarmtrain data`: turning one's own text into token shards."""
+"""`swarmtrain data`: turn text into token shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from swarmtrain.cli.numbers import MAX_COUNT, number
 from swarmtrain.cli.options import JsonOption, print_json
-from swarmtrain.cli.terminal import ProgressBar
+from swarmtrain.terminal import ProgressBar
 from swarmtrain.units import show_count, show_size
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ def prepare(
     inputs: Annotated[
         list[Path], typer.Argument(help="Text, .jsonl or .parquet files; text and .jsonl may be compressed (.gz).")
     ],
-    out: Annotated[Path, typer.Option(help="Directory to make. Run the same command again to resume.")],
+    out: Annotated[Path, typer.Option(help="Directory to create. The same command again resumes.")],
     tokenizer: Annotated[str, typer.Option(help="'bytes', or a Hugging Face tokenizers JSON file.")] = "bytes",
     train_bpe: Annotated[
-        int | None, number(1, MAX_COUNT, help="Learn a byte-level BPE with this many tokens from the inputs first.")
+        int | None, number(1, MAX_COUNT, help="First train a byte-level BPE of this vocabulary size on the inputs.")
     ] = None,
     end_of_text: Annotated[
-        str | None, typer.Option(help="Token that ends a document; by default one with a usual name is looked for.")
+        str | None, typer.Option(help="Token that ends a document; default: the tokenizer's token with a usual name.")
     ] = None,
     text_field: Annotated[str, typer.Option(help="JSONL field or Parquet column that holds the text.")] = "text",
     shard_tokens: Annotated[

@@ -1,4 +1,4 @@
-"""`swarmtrain doctor`: can this machine take part, and if not, what is to be done?"""
+"""`swarmtrain doctor`: can this machine take part in a run, and if not, what has to be fixed?"""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import typer
 from swarmtrain.cli.numbers import MAX_GPU, number
 from swarmtrain.cli.options import JsonOption, print_json, state_home
 from swarmtrain.cli.places import find_invite
-from swarmtrain.cli.terminal import say
 from swarmtrain.errors import UsageError
+from swarmtrain.terminal import say
 
 if TYPE_CHECKING:
     from swarmtrain.doctor import Finding
@@ -31,7 +31,7 @@ def doctor(
             help="The run to try; default: the coordinator of this machine, else the last run joined, else none.",
         ),
     ] = None,
-    gpu: Annotated[int | None, number(0, MAX_GPU, help="Look at this CUDA device instead of the CPU.")] = None,
+    gpu: Annotated[int | None, number(0, MAX_GPU, help="Check this CUDA device instead of the CPU.")] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Where the daemon would write; default: the XDG state directory.")
     ] = None,
@@ -40,7 +40,7 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at device, memory, disk, network daemon, ports, every bootstrap peer, clock and run; say what to mend."""
+    """Check device, memory, disk, network daemon, ports, every bootstrap peer, clock and run; say what to fix."""
     from swarmtrain.doctor import Patient, Verdict, examine, exit_code
     from swarmtrain.run.invite import parse_invite
 
@@ -65,9 +65,9 @@ def doctor(
     if as_json:
         print_json({"done": True, "bad": num_bad})
     elif num_bad:
-        print(f"{num_bad} to mend before this machine can take part")
+        print(f"{num_bad} to fix before this machine can take part")
     else:
-        print("this machine can take part" + ("" if text else ", as far as can be said without an invite"))
+        print("this machine can take part" + ("" if text else ", as far as can be checked without an invite"))
     raise typer.Exit(exit_code(findings))
 
 

@@ -16,11 +16,11 @@ from swarmtrain.cli.options import (
     print_json,
     use_threads,
 )
-from swarmtrain.cli.terminal import ProgressBar, counter
+from swarmtrain.terminal import ProgressBar, counter
 
 
 class Switch(StrEnum):
-    """Two ways."""
+    """`on` or `off`."""
 
     on = "on"
     off = "off"
@@ -34,11 +34,9 @@ def register(app: typer.Typer) -> None:
 def evaluate(
     checkpoint: CheckpointArgument,
     microbatches: Annotated[
-        int | None, number(1, MAX_COUNT, help="Validation microbatches, at most all; default: as in training.")
+        int | None, number(1, MAX_COUNT, help="Validation microbatches; default: as many as in training.")
     ] = None,
-    codec: Annotated[
-        Switch, typer.Option(help="Send activations through the codec that the checkpoint was trained with, or not.")
-    ] = Switch.on,
+    codec: Annotated[Switch, typer.Option(help="Whether activations pass through the codec of training.")] = Switch.on,
     data: DataOption = None,
     as_json: JsonOption = False,
     threads: ThreadsOption = None,

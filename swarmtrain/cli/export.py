@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from swarmtrain.cli.options import CheckpointArgument, DataOption, JsonOption, print_json
-from swarmtrain.cli.terminal import ProgressBar, counter
+from swarmtrain.terminal import ProgressBar, counter
 
 
 class Dtype(StrEnum):
@@ -26,10 +26,10 @@ def register(app: typer.Typer) -> None:
 
 def export(
     checkpoint: CheckpointArgument,
-    out: Annotated[Path, typer.Option(help="Directory to make; nothing is overwritten.")],
+    out: Annotated[Path, typer.Option(help="Directory to create; nothing is overwritten.")],
     dtype: Annotated[Dtype, typer.Option(help="Number format; only float32 keeps every bit.")] = Dtype.float32,
     ignore_codec: Annotated[
-        bool, typer.Option("--ignore-codec", help="Export although it was trained through a lossy codec.")
+        bool, typer.Option("--ignore-codec", help="Export a checkpoint although it was trained with a lossy codec.")
     ] = False,
     data: DataOption = None,
     as_json: JsonOption = False,

@@ -27,14 +27,14 @@ def generate(
     checkpoint: CheckpointArgument,
     prompt: Annotated[str, typer.Option(help="Text to continue; default: the start of a line.")] = "",
     tokens: Annotated[int, number(1, 10**6, help="How many tokens to sample.")] = 200,
-    temperature: Annotated[float, number(0, 100, help="0 takes the likeliest token each time.")] = 0.8,
-    top_p: Annotated[float, number(0, 1, help="Sample from the smallest set with this share of probability.")] = 0.95,
+    temperature: Annotated[float, number(0, 100, help="0 always takes the most likely token.")] = 0.8,
+    top_p: Annotated[float, number(0, 1, help="Sample from the smallest set of tokens with this probability.")] = 0.95,
     seed: Annotated[int, number(-MAX_SEED, MAX_SEED, help="The same seed gives the same text.")] = 0,
     data: DataOption = None,
     as_json: JsonOption = False,
     threads: ThreadsOption = None,
 ) -> None:
-    """Sample text from a checkpoint, streamed as it comes."""
+    """Sample text from a checkpoint and stream it."""
     use_threads(threads)
     from swarmtrain.checkpoint import open_checkpoint
     from swarmtrain.generate import Sampling, generate_text
@@ -48,7 +48,7 @@ def generate(
         print_json({"checkpoint": str(opened.path), "prompt": prompt, "seed": seed, "text": "".join(pieces)})
         return
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")  # a model may write characters that the terminal's encoding lacks
     _show(prompt)
     for piece in pieces:
         _show(piece)
@@ -56,7 +56,7 @@ def generate(
 
 
 def _show(text: str) -> None:
-    """Write at once. On a terminal without control characters: a model may learn to write escape sequences."""
+    """Write without delay. A terminal gets no control characters: a model may learn to write escape sequences."""
     if sys.stdout.isatty():
         text = "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
     sys.stdout.write(text)

@@ -26,61 +26,64 @@ def join(
         str | None,
         typer.Argument(
             envvar="SWARMTRAIN_INVITE",
-            help="What the coordinator printed; default: the coordinator of this machine, else the last run joined.",
+            help="Printed by the coordinator; default: the coordinator of this machine, else the last run joined.",
         ),
     ] = None,
     stage: Annotated[
         str,
         typer.Option(
             metavar="N|auto|auto:N",
-            help="The pipeline stage to host; auto: where it is needed now, and later another if that needs it more;"
-            " auto:N: the same, beginning with N.",
+            help="The stage to host; auto: the one that needs it most, and later another one if that needs it"
+            " more; auto:N: the same, starting with N.",
         ),
     ] = "auto",
     gpu: Annotated[int | None, number(0, MAX_GPU, help="Compute on this CUDA device.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Compute on the CPU (the default without --gpu).")] = False,
     threads: Annotated[int, number(1, MAX_THREADS, help="CPU threads for computing.")] = 1,
-    state_dir: Annotated[Path | None, typer.Option(help="This peer's identity and sockets.")] = None,
-    name: Annotated[str, typer.Option(help="How the run's status page calls this peer.")] = "",
+    state_dir: Annotated[Path | None, typer.Option(help="Directory of this peer's identity, sockets and log.")] = None,
+    name: Annotated[str, typer.Option(help="Name of this peer on the run's status page.")] = "",
     listen: Annotated[
         list[str] | None, typer.Option(help="Multiaddress to listen on; default: all IPv4 addresses, a free port.")
     ] = None,
     announce: Annotated[
-        list[str] | None, typer.Option(help="Multiaddress that others should dial instead (port forwarding).")
+        list[str] | None, typer.Option(help="Multiaddress that other peers dial instead, for port forwarding.")
     ] = None,
     relay: Annotated[
-        list[str] | None, typer.Option(help="Relay to be reached through; default: the run's own.")
+        list[str] | None, typer.Option(help="Relay through which this peer is reached; default: the run's relays.")
     ] = None,
     behind_nat: Annotated[
-        bool, typer.Option("--behind-nat", help="Nobody can dial this machine: be reached through a relay.")
+        bool, typer.Option("--behind-nat", help="This machine cannot be dialled: use a relay.")
     ] = False,
-    max_memory: Annotated[str, typer.Option(help="Refuse work beyond this, e.g. 8GB; default: what is free.")] = "",
+    max_memory: Annotated[str, typer.Option(help="Memory limit, e.g. 8GB; default: free memory.")] = "",
     max_samples: Annotated[
-        str, typer.Option(help="Disk space in the state directory for an AQ-SGD run's samples, each way.")
+        str, typer.Option(help="Disk space in the state directory for the samples of an AQ-SGD run, per direction.")
     ] = "1GiB",
     max_up: Annotated[str, typer.Option(help="Upload cap, e.g. 20mbit; default: none.")] = "",
     max_down: Annotated[str, typer.Option(help="Download cap, e.g. 100mbit; default: none.")] = "",
     route: Annotated[
-        str, typer.Option(help="How the next peer is chosen: finish-time, or swarm-latency for comparison.")
+        str, typer.Option(help="Routing policy: finish-time, or swarm-latency for comparison.")
     ] = "finish-time",
     drain_timeout: Annotated[
-        float, number(0, MAX_SECONDS, help="Seconds to finish the step that this peer has work in, when leaving.")
+        float, number(0, MAX_SECONDS, help="Seconds for finishing the current step when leaving.")
     ] = 60.0,
     find_timeout: Annotated[
         float,
-        number(0, MAX_SECONDS, help="Seconds to look for a run that cannot be found; 0: for as long as it takes."),
+        number(0, MAX_SECONDS, help="Seconds to search for a run that is not found; 0: without limit."),
     ] = 0.0,
     metrics: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Serve Prometheus metrics there; port 0: a free one. Default: off.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Serve Prometheus metrics at this address; port 0: a free one. Default: off."
+        ),
     ] = "off",
     metrics_announce: Annotated[
         str,
-        typer.Option(metavar="HOST:PORT", help="Where the run's Prometheus finds them, if that is another address."),
+        typer.Option(metavar="HOST:PORT", help="Address at which the run's Prometheus finds them, if different."),
     ] = "",
     test_faults: TestFaultsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Host one stage of a run. Ctrl-C drains; a second one leaves at once."""
+    """Host one stage of a run. Ctrl-C drains; a second Ctrl-C leaves at once."""
     if gpu is not None and cpu:
         raise UsageError("--gpu and --cpu contradict each other")
     chosen, may_move = _stage(stage)
@@ -134,7 +137,7 @@ def join(
 
 
 def _stage(text: str) -> tuple[int, bool]:
-    """(stage, may move later); stage -1 is to be found out."""
+    """(stage, may move later); stage -1: the coordinator assigns one."""
     if text == "auto":
         return -1, True
     number = text.removeprefix("auto:")
@@ -144,8 +147,10 @@ def _stage(text: str) -> tuple[int, bool]:
 
 
 def _memory(text: str) -> int:
-    """Bytes; 0 stands for no cap, so only no text may give it."""
+    """Bytes; 0 means no limit, which only an empty text may give."""
     num_bytes = parse_size(text or "0")
     if text and not num_bytes:
-        raise UsageError(f"--max-memory is {text!r}; no stage fits that", fix="leave it out: then it is what is free")
+        raise UsageError(
+            f"--max-memory is {text!r}; no stage fits into that", fix="without the option the limit is free memory"
+        )
     return num_bytes

@@ -21,8 +21,8 @@ from swarmtrain.cli.options import (
     print_json,
     state_home,
 )
-from swarmtrain.cli.terminal import ProgressBar, on_terminal
 from swarmtrain.errors import UsageError
+from swarmtrain.terminal import ProgressBar, on_terminal
 from swarmtrain.units import parse_duration
 
 if TYPE_CHECKING:
@@ -46,15 +46,18 @@ def local(
     steps: StepsOption = None,
     set_: SetOption = None,
     state_dir: Annotated[
-        Path | None, typer.Option(help="Everything of the swarm; a run in it is resumed. Default: a new directory.")
+        Path | None,
+        typer.Option(help="Directory of the whole swarm; a run in it is resumed. Default: a new directory."),
     ] = None,
     threads: Annotated[int, number(1, MAX_THREADS, help="Compute threads of each peer.")] = 1,
-    kill_every: Annotated[str, typer.Option(help="Kill a peer every so often, e.g. 15s, and see it recover.")] = "",
+    kill_every: Annotated[
+        str, typer.Option(help="Kill a peer at this interval, e.g. 15s, and watch the recovery.")
+    ] = "",
     kill_coordinator: Annotated[
-        bool, typer.Option("--kill-coordinator", help="With --kill-every: now and then the coordinator, too.")
+        bool, typer.Option("--kill-coordinator", help="With --kill-every: sometimes kill the coordinator instead.")
     ] = False,
     seed: Annotated[int, number(-MAX_SEED, MAX_SEED, help="Chooses the victims of --kill-every.")] = 0,
-    sample: Annotated[int, number(0, 10**6, help="Bytes or tokens of text to generate at the end.")] = 200,
+    sample: Annotated[int, number(0, 10**6, help="Tokens of text to generate at the end.")] = 200,
     as_json: JsonOption = False,
 ) -> None:
     """Run coordinator and peers as real processes on this machine: the first thing to try."""

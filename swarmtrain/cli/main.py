@@ -1,4 +1,4 @@
-"""`swarmtrain VERB`: collects the verbs, and turns every expected error into one line and an exit code."""
+"""`swarmtrain VERB`: registers the verbs, and turns every expected error into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def root(
         "--version",
         callback=_show_version,
         is_eager=True,
-        allow_from_autoenv=False,  # a variable of this name is somebody's note, not a wish
+        allow_from_autoenv=False,  # SWARMTRAIN_VERSION in the environment must not trigger --version
         help="Print the version.",
     ),
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from swarmtrain.cli.options import JsonOption, ManifestArgument, SetOption, manifest_from, print_json
-from swarmtrain.cli.terminal import print_table, say
+from swarmtrain.terminal import print_table, say
 from swarmtrain.units import show_count, show_size
 
 
@@ -58,5 +58,5 @@ def presets(as_json: JsonOption = False) -> None:
 
 
 def manifest(preset: ManifestArgument, set_: SetOption = None) -> None:
-    """Print a manifest with every key explained: a file to start from."""
+    """Print a manifest with a comment for every key: a file to start from."""
     print(manifest_from(preset, set_).commented(), end="")

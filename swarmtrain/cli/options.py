@@ -27,11 +27,14 @@ SetOption = Annotated[
     ),
 ]
 CheckpointArgument = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a directory of checkpoints: then the newest.")
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT", help="A checkpoint, or a directory of checkpoints, of which the newest is taken."
+    ),
 ]
 DataOption = Annotated[
     str | None,
-    typer.Option("--data", metavar="SOURCE", help="Where the run's data is now; default: as in its manifest."),
+    typer.Option("--data", metavar="SOURCE", help="Data of the run, if it has moved; default: as in the manifest."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", envvar="SWARMTRAIN_JSON", help="Print JSON, one object per line.")]
 TestFaultsOption = Annotated[
@@ -40,11 +43,14 @@ TestFaultsOption = Annotated[
         "--enable-test-faults",
         hidden=True,
         allow_from_autoenv=False,
-        help="For tests: do what $SWARMTRAIN_FAULTS says.",
+        help="For tests: inject the faults in $SWARMTRAIN_FAULTS.",
     ),
 ]
 ThreadsOption = Annotated[
-    int | None, number(1, MAX_THREADS, "--threads", help="Compute threads; default: all cores. Bits depend on it.")
+    int | None,
+    number(
+        1, MAX_THREADS, "--threads", help="Compute threads; default: all cores. Results depend on it in the last bits."
+    ),
 ]
 StepsOption = Annotated[int | None, number(1, MAX_COUNT, "--steps", help="Shorthand for --set schedule.steps=N.")]
 
@@ -61,13 +67,13 @@ def print_json(item: dict[str, Any]) -> None:
 
 
 def state_home() -> Path:
-    """Where runs live by default: $XDG_STATE_HOME/swarmtrain."""
+    """The default directory of runs: $XDG_STATE_HOME/swarmtrain."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "swarmtrain"
 
 
 def use_threads(count: int | None) -> int:
-    """Set torch's threads deliberately; returns how many."""
+    """Set the number of torch's threads, by default all cores; returns it."""
     import torch
 
     threads = count or len(os.sched_getaffinity(0))
@@ -76,7 +82,7 @@ def use_threads(count: int | None) -> int:
 
 
 def lock_directory(path: Path) -> int:
-    """Own `path` until this process ends; a second owner is an error. Returns the lock's descriptor."""
+    """Lock `path` until this process ends; UsageError if another process holds it. Returns the lock's descriptor."""
     import fcntl
 
     from swarmtrain.errors import StorageError

@@ -1,4 +1,4 @@
-"""Where this machine's daemons and runs are noted, so that verbs find them without being told."""
+"""Notes about the daemons and runs of this machine, so that verbs find them without arguments."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def running(kind: str | None = None) -> list[Path]:
 
 
 def remember_invite(text: str) -> None:
-    """The last run joined."""
+    """Note the invite of the last run joined."""
     _write(state_home() / "last-invite", text + "\n")
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a note. Whoever looks meanwhile finds the old one or the new one, and so does a full disk."""
+    """Replace a note atomically: readers see the old note or the new one. A full disk leaves the old one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,8 +73,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def find_invite(given: str | None) -> str:
-    """The invite to use: given (also by $SWARMTRAIN_INVITE), else of a coordinator on this machine, else of the last
-    run joined."""
+    """The invite that was given (or $SWARMTRAIN_INVITE), else of a coordinator on this machine, else of the last run.
+
+    UsageError if there is none.
+    """
     if given:
         return given
     for state_dir in running("coordinator"):

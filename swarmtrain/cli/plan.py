@@ -1,4 +1,4 @@
-"""`swarmtrain plan`: what a run would do with a set of machines, before anything is started."""
+"""`swarmtrain plan`: predict what a run would do with a set of machines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmtrain.cli.options import JsonOption, ManifestArgument, SetOption, manifest_from, print_json
-from swarmtrain.cli.terminal import print_table, say
+from swarmtrain.terminal import print_table, say
 from swarmtrain.units import show_size
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def plan(
         typer.Option(
             "--peers",
             metavar="FILE[=COUNT]",
-            help="Peer profile and how many such machines, as in peers/gaming-gpu.toml=8. May be repeated."
+            help="Peer profile and number of such machines, as in peers/gaming-gpu.toml=8. May be repeated."
             " Default: two gaming GPUs at home per stage.",
         ),
     ] = None,

@@ -10,8 +10,8 @@ import typer
 
 from swarmtrain.cli.numbers import MAX_PEERS, MAX_SEED, number
 from swarmtrain.cli.options import JsonOption, manifest_from, print_json
-from swarmtrain.cli.terminal import ProgressBar, counter, print_table
 from swarmtrain.errors import UsageError
+from swarmtrain.terminal import ProgressBar, counter, print_table
 
 if TYPE_CHECKING:
     from swarmtrain.sim.run import Result
@@ -34,13 +34,11 @@ def sim(
     stages: Annotated[
         list[int] | None, number(1, MAX_STAGES, help="Pipeline stages; default: 4. May be repeated: one run for each.")
     ] = None,
-    peers_per_stage: Annotated[
-        int | None, number(1, MAX_PEERS, help="Instead of --peers: grows with the number of stages.")
-    ] = None,
+    peers_per_stage: Annotated[int | None, number(1, MAX_PEERS, help="Instead of --peers: machines per stage.")] = None,
     minutes: Annotated[float, number(0.1, YEAR_MINUTES, help="Simulated time.")] = 60.0,
-    warmup: Annotated[float, number(0, YEAR_MINUTES, help="Minutes at the beginning that are not counted.")] = 10.0,
+    warmup: Annotated[float, number(0, YEAR_MINUTES, help="Minutes at the start that are not counted.")] = 10.0,
     seed: Annotated[int, number(-MAX_SEED, MAX_SEED, help="Same seed, same trace.")] = 0,
-    runs: Annotated[int, number(1, MAX_RUNS, help="So many seeds, counted up from --seed.")] = 1,
+    runs: Annotated[int, number(1, MAX_RUNS, help="Number of seeds, counted up from --seed.")] = 1,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,9 +54,9 @@ def sim(
         list[str] | None,
         typer.Option(metavar="FILE[=WEIGHT]", help="Draw machines from peer profiles (peers/*.toml). May be repeated."),
     ] = None,
-    no_churn: Annotated[bool, typer.Option("--no-churn", help="Machines neither come nor go.")] = False,
-    mean_life: Annotated[float, number(0.01, MAX_HOURS, help="Hours a machine stays, on average.")] = 2.0,
-    mean_absence: Annotated[float, number(0.01, MAX_HOURS, help="Hours it stays away.")] = 0.5,
+    no_churn: Annotated[bool, typer.Option("--no-churn", help="No machine joins or leaves.")] = False,
+    mean_life: Annotated[float, number(0.01, MAX_HOURS, help="Mean hours that a machine stays.")] = 2.0,
+    mean_absence: Annotated[float, number(0.01, MAX_HOURS, help="Mean hours that a machine stays away.")] = 0.5,
     trace: Annotated[
         Path | None, typer.Option(help="Churn from a CSV file of `seconds,change` lines instead of a distribution.")
     ] = None,
@@ -74,7 +72,7 @@ def sim(
     out: Annotated[Path | None, typer.Option(help="Write CSV files and plots into this directory.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate a swarm of up to a million machines; prints the share of the upper bound that it reaches, and why."""
+    """Simulate a swarm of up to a million machines; prints the share of the upper bound it reaches, and why."""
     from swarmtrain.model.workload import workload_of
     from swarmtrain.sim.profiles import load_mix, load_trace
     from swarmtrain.sim.scenario import Scenario
@@ -118,13 +116,13 @@ def sim(
     try:
         results = _simulate(scenarios, as_json=as_json)
     finally:
-        gc.freeze()  # millions of objects of the last simulation's machines: they go with the process, unlooked at
+        gc.freeze()  # millions of objects of the last simulation: the process ends without collecting them
         gc.enable()
     _report(results, out, as_json=as_json)
 
 
 def _is_of_manifest(setting: str) -> bool:
-    """Keys of a manifest have a dot; those of a scenario have none, except the rules of rebalancing."""
+    """Keys of a manifest have a dot; those of a scenario have none, except `rebalance.`."""
     name = setting.partition("=")[0]
     return "." in name and not name.startswith("rebalance.")
 
@@ -170,7 +168,7 @@ def _report(results: list[Result], out: Path | None, *, as_json: bool) -> None:
 
 
 def _write_probe(out: Path | None) -> None:
-    """Find out before the simulation that its results can be written and drawn."""
+    """Check before the simulation that its results can be written and drawn."""
     if out is None:
         return
     from swarmtrain.sim.report import check_out

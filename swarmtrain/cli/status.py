@@ -1,4 +1,4 @@
-"""`swarmtrain status`, `drain`, `pause` and `resume`: talk to the daemons of this machine."""
+"""`swarmtrain status`, `drain`, `pause` and `resume`: commands for the daemons of this machine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import typer
 from swarmtrain.cli.options import JsonOption, print_json
 from swarmtrain.cli.places import running
 from swarmtrain.cli.status_text import status_lines
-from swarmtrain.cli.terminal import say
 from swarmtrain.errors import UsageError
+from swarmtrain.terminal import say
 
 StateDir = Annotated[Path | None, typer.Option(help="The daemon's state directory; default: all on this machine.")]
 
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 
 def status(state_dir: StateDir = None, as_json: JsonOption = False) -> None:
-    """What the daemons on this machine are doing, and why. A silent one is listed; if it was named, it is an error."""
+    """Show what the daemons on this machine do, and why. A daemon that does not answer is an error only if named."""
     from swarmtrain.observe.control import ControlError, ask
 
     for directory in _directories(state_dir):
@@ -44,17 +44,17 @@ def status(state_dir: StateDir = None, as_json: JsonOption = False) -> None:
 
 
 def drain(state_dir: StateDir = None) -> None:
-    """Let the peers of this machine finish their step and leave."""
+    """Have the peers of this machine finish their step and leave."""
     _tell_peers(state_dir, "drain", "draining")
 
 
 def pause(state_dir: StateDir = None) -> None:
-    """Let the peers of this machine take no new work until `resume`; what they have is finished."""
+    """Have the peers of this machine finish their work and take no new work until `resume`."""
     _tell_peers(state_dir, "pause", "paused")
 
 
 def resume(state_dir: StateDir = None) -> None:
-    """Let paused peers of this machine serve again."""
+    """Have paused peers of this machine serve again."""
     _tell_peers(state_dir, "resume", "resumed")
 
 

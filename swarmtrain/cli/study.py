@@ -1,4 +1,4 @@
-"""`swarmtrain study`: compare methods of compression on the same tokens."""
+"""`swarmtrain study`: compare compression methods on the same tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from swarmtrain.cli.options import (
     print_json,
     use_threads,
 )
-from swarmtrain.cli.terminal import ProgressBar
 from swarmtrain.errors import StorageError
+from swarmtrain.terminal import ProgressBar
 
 if TYPE_CHECKING:
     from swarmtrain.study.results import RunResult
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LinkName(StrEnum):
-    """Links that wall-clock is projected to."""
+    """Links for which wall-clock time is projected."""
 
     slow = "20mbit"
     home = "80mbit"
@@ -49,17 +49,17 @@ def study(
     methods: Annotated[
         str, typer.Option(help="Joined by commas, as in dense,subspace8,quant4/quant8,subspace+quant8 (docs/study.md).")
     ],
-    out: Annotated[Path, typer.Option(help="Where results go. A study that is started again there goes on.")],
-    seeds: Annotated[int, number(1, 1000, help="Trainings of each method.")] = 3,
+    out: Annotated[Path, typer.Option(help="Directory of the results; a study that is started again there resumes.")],
+    seeds: Annotated[int, number(1, 1000, help="Trainings per method.")] = 3,
     steps: StepsOption = None,
     set_: SetOption = None,
-    link: Annotated[LinkName, typer.Option(help="For the plot of loss against time.")] = LinkName.home,
+    link: Annotated[LinkName, typer.Option(help="Link for the plot of loss against time.")] = LinkName.home,
     stage_seconds: Annotated[
         float | None,
         number(
             0,
             MAX_SECONDS,
-            help="Computing of one stage per token, for projected time. Without it: the median of all trainings.",
+            help="Compute seconds per token and stage, for projected time; default: the median of all trainings.",
         ),
     ] = None,
     plots: Annotated[bool, typer.Option(help="Draw plots (needs matplotlib).")] = True,

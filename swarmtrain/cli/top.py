@@ -1,4 +1,4 @@
-"""`swarmtrain top`: the whole swarm, live, in the terminal."""
+"""`swarmtrain top`: a live view of the whole swarm in the terminal."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rich.live import Live
 
 from swarmtrain.cli.numbers import number
 from swarmtrain.cli.places import running
-from swarmtrain.cli.terminal import console
 from swarmtrain.cli.top_text import BAD, frame, line
 from swarmtrain.errors import ExitCode, SwarmtrainError, UsageError
+from swarmtrain.terminal import console
 
-LOOK_BACK_S = 30.0  # shares of time are over about so long
+LOOK_BACK_S = 30.0  # shares of time are means over about so long
 MAX_ANSWER_BYTES = 32 << 20
 
 
@@ -47,10 +47,10 @@ def top(
     url: Annotated[
         str | None, typer.Argument(help="The coordinator's page; default: that of the coordinator on this machine.")
     ] = None,
-    interval: Annotated[float, number(0.2, 3600, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and end; so does a pipe.")] = False,
+    interval: Annotated[float, number(0.2, 3600, help="Seconds between updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit, as in a pipe.")] = False,
 ) -> None:
-    """The whole swarm, live: stages, peers, links, where the time goes. `q` ends it."""
+    """Show the whole swarm live: stages, peers, links, where the time goes. `q` quits."""
     source = Source(_address(url))
     if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
         size = shutil.get_terminal_size((120, 40))
@@ -66,7 +66,7 @@ def top(
 
 
 class Source:
-    """Reads the page's API, and remembers what a frame needs of the past."""
+    """Reads the API of the page and keeps the past snapshots that a frame needs."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -74,7 +74,7 @@ class Source:
         self._losses: list[float] = []
 
     def frame(self, width: int, height: int, *, patient: bool = False) -> Group:
-        """What to show now. With `patient`, a page that does not answer is a line in the last frame, not an error."""
+        """The current frame. With `patient`, a page that does not answer is a line in the last frame, not an error."""
         try:
             self._look()
         except PageUnreachable as error:

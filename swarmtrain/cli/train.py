@@ -21,7 +21,7 @@ from swarmtrain.cli.options import (
     state_home,
     use_threads,
 )
-from swarmtrain.cli.terminal import ProgressBar, on_terminal
+from swarmtrain.terminal import ProgressBar, on_terminal
 
 if TYPE_CHECKING:
     from swarmtrain.reference import StepReport
@@ -37,12 +37,15 @@ def train(
     steps: StepsOption = None,
     set_: SetOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where checkpoints go and training resumes; default: the XDG state directory.")
+        Path | None,
+        typer.Option(
+            help="Directory of checkpoints, from which training resumes; default: in the XDG state directory."
+        ),
     ] = None,
     as_json: JsonOption = False,
     threads: ThreadsOption = None,
 ) -> None:
-    """Train a manifest in one process, no network: the reference. Resumes where OUT left off."""
+    """Train a manifest in one process without a network: the reference. Resumes from the last checkpoint in OUT."""
     run = manifest_from(manifest, set_, steps)
     use_threads(threads)
     directory = out or state_home() / "train" / f"{run.run.name}-{run.digest()[:12]}"

@@ -11,10 +11,9 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.journal import Decision
 from swarmtrain.coordinator.lease import Leases
 from swarmtrain.coordinator.prepare import PreparedStage, Preparer
-from swarmtrain.errors import DivergedError
 from swarmtrain.observe.events import StepTimed
 from swarmtrain.observe.faults import Point
-from swarmtrain.run.schedule import gradient_scale, learning_rate, mean_loss
+from swarmtrain.run.schedule import check_norm, gradient_scale, learning_rate, mean_loss
 
 
 class StepDriver:
@@ -73,8 +72,7 @@ class StepDriver:
     def _decide(self, step: int, books: StepBooks, prepared: list[PreparedStage]) -> Decision:
         manifest = self._context.manifest
         norm, scale = gradient_scale(manifest, [stage.squared_norm for stage in prepared])
-        if not norm < float("inf"):
-            raise DivergedError(f"the gradient norm of step {step} is {norm}", fix="lower optimizer.learning_rate")
+        check_norm(manifest, step, norm, scale)
         return Decision(
             step=step,
             term=self._context.term,

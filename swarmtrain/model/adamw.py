@@ -21,27 +21,20 @@ from swarmtrain.model.subspace import projected
 from swarmtrain.run.manifest import OptimizerSection
 
 _CHUNK = 1 << 16
+_DENSE_IN_S = (Role.COLUMNS_IN_S, Role.ROWS_IN_S)
 
 
 def apply_adamw(state: StageState, gradient_sum: Tensor, scale: float, learning_rate: float) -> None:
     """One update from the reduced gradient sum times `scale` (1/B and clipping). Advances `state.step`."""
-    optimizer, step = state.manifest.optimizer, state.step + 1
-    factors = _Factors(optimizer, learning_rate, step)
-    reproject = step % state.manifest.boundary.reproject_every == 0
+    factors = Factors(state.manifest.optimizer, learning_rate, state.step + 1)
     for slot in state.slots:
-        if slot.spec.role in (Role.COLUMNS_IN_S, Role.ROWS_IN_S):
-            _update_in_subspace(state, slot, gradient_sum[slot.span], scale, factors)
-            if reproject:
-                assert state.basis is not None
-                view = state.parameters[slot.span].view(slot.spec.shape)
-                view.copy_(projected(slot.spec.role, view, state.basis))
-        else:
-            _update_free(state, slot, gradient_sum[slot.span], scale, factors)
-    state.step = step
+        update_slot(state, slot, gradient_sum[slot.span], scale, factors)
+    reproject(state, state.step + 1)
+    state.step += 1
 
 
-class _Factors:
-    """The step's scalars, computed once in fp64."""
+class Factors:
+    """The step's scalars, computed once in fp64. `step` counts from 1."""
 
     def __init__(self, optimizer: OptimizerSection, learning_rate: float, step: int) -> None:
         self.beta1, self.beta2 = optimizer.beta1, optimizer.beta2
@@ -52,7 +45,25 @@ class _Factors:
         self.decay = 1.0 - learning_rate * optimizer.weight_decay
 
 
-def _update_free(state: StageState, slot: Slot, gradient_sum: Tensor, scale: float, factors: _Factors) -> None:
+def update_slot(state: StageState, slot: Slot, gradient_sum: Tensor, scale: float, factors: Factors) -> None:
+    """Update one tensor and its moments; `gradient_sum` is its part of the sum."""
+    if slot.spec.role in _DENSE_IN_S:
+        _update_in_subspace(state, slot, gradient_sum, scale, factors)
+    else:
+        _update_free(state, slot, gradient_sum, scale, factors)
+
+
+def reproject(state: StageState, step: int) -> None:
+    """Take out what rounding has left outside S, if that is due after `step` steps."""
+    if step % state.manifest.boundary.reproject_every == 0:
+        for slot in state.slots:
+            if slot.spec.role in _DENSE_IN_S:
+                assert state.basis is not None
+                view = state.parameters[slot.span].view(slot.spec.shape)
+                view.copy_(projected(slot.spec.role, view, state.basis))
+
+
+def _update_free(state: StageState, slot: Slot, gradient_sum: Tensor, scale: float, factors: Factors) -> None:
     size, start = slot.spec.num_elements, slot.offset
     for low in range(0, size, _CHUNK):
         high = min(low + _CHUNK, size)
@@ -68,7 +79,7 @@ def _update_free(state: StageState, slot: Slot, gradient_sum: Tensor, scale: flo
         parameter.sub_(first.div(root).mul_(factors.rate * slot.spec.rate))
 
 
-def _update_in_subspace(state: StageState, slot: Slot, gradient_sum: Tensor, scale: float, factors: _Factors) -> None:
+def _update_in_subspace(state: StageState, slot: Slot, gradient_sum: Tensor, scale: float, factors: Factors) -> None:
     shape = slot.spec.shape
     gradient = gradient_sum.mul(scale).to(state.dtype).view(shape)
     first = state.first_moment[slot.span].view(shape)
@@ -89,7 +100,7 @@ def _update_in_subspace(state: StageState, slot: Slot, gradient_sum: Tensor, sca
 def project_gradient(state: StageState, gradient_sum: Tensor) -> None:
     """Bring the gradients of dense constrained tensors into S, in place, before norm and moments see them."""
     for slot in state.slots:
-        if slot.spec.role in (Role.COLUMNS_IN_S, Role.ROWS_IN_S):
+        if slot.spec.role in _DENSE_IN_S:
             assert state.basis is not None
             view = gradient_sum[slot.span].view(slot.spec.shape)
             view.copy_(projected(slot.spec.role, view, state.basis.to(torch.float64)).to(view.dtype))

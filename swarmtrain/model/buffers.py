@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarmtrain.model.layout import GRAM, Role, StagePlan, TensorSpec, plan_stages
+from swarmtrain.model.layout import GRAM, StagePlan, TensorSpec, plan_stages
 from swarmtrain.model.memory import check_memory, does_not_fit, free_bytes
 from swarmtrain.run.manifest import Manifest
 
@@ -23,7 +23,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in the flat buffers. Row-averaged tensors have a shorter second moment."""
+    """Where a tensor lies in the flat buffers. Row-averaged tensors have a shorter second moment, Muon's none."""
 
     spec: TensorSpec
     offset: int
@@ -109,7 +109,7 @@ class StateLayout:
             yield f"parameter/{slot.spec.name}", parameters[slot.span].view(slot.spec.shape)
         for slot in self.slots:
             yield f"first_moment/{slot.spec.name}", first[slot.span].view(slot.spec.shape)
-        for slot in self.slots:
+        for slot in filter(lambda slot: slot.moment_size, self.slots):
             yield f"second_moment/{slot.spec.name}", second[slot.moment_span]
         if self.has_basis:
             yield "subspace/basis", buffers[3].view(self.manifest.model.hidden_size, self.manifest.boundary.k)
@@ -155,19 +155,10 @@ def state_digest(stage: int, step: int, basis_epoch: int, chunks: Sequence[bytes
     return root.hexdigest()
 
 
-def second_moment_size(spec: TensorSpec) -> int:
-    """One number per element; for a tensor kept in S one per column or row, since the update must not leave S."""
-    if spec.role is Role.COLUMNS_IN_S:
-        return spec.shape[1]
-    if spec.role is Role.ROWS_IN_S:
-        return spec.shape[0]
-    return spec.num_elements
-
-
 def _lay_out(plan: StagePlan) -> tuple[list[Slot], int, int]:
     slots, offset, moment_offset = [], 0, 0
     for spec in plan.tensors:
-        moment_size = second_moment_size(spec)
+        moment_size = spec.second_moment_size
         slots.append(Slot(spec, offset, moment_offset, moment_size))
         offset = _aligned(offset + spec.num_elements)
         moment_offset = _aligned(moment_offset + moment_size)

@@ -42,11 +42,23 @@ class TensorSpec:
     role: Role = Role.FREE
     decays: bool = True
     rate: float = 1.0  # times the run's learning rate
+    by_muon: bool = False  # updated by Muon, from one moment; else by AdamW, from two
 
     @property
     def num_elements(self) -> int:
         """Product of the shape."""
         return math.prod(self.shape)
+
+    @property
+    def second_moment_size(self) -> int:
+        """One number per element; for a tensor kept in S one per column or row, since the update must not leave S."""
+        if self.by_muon:
+            return 0
+        if self.role is Role.COLUMNS_IN_S:
+            return self.shape[1]
+        if self.role is Role.ROWS_IN_S:
+            return self.shape[0]
+        return self.num_elements
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,11 @@ class StagePlan:
     def num_parameters(self) -> int:
         """Trainable parameters of the stage."""
         return sum(spec.num_elements for spec in self.tensors)
+
+    @property
+    def state_elements(self) -> int:
+        """Parameters and their moments."""
+        return sum(2 * spec.num_elements + spec.second_moment_size for spec in self.tensors)
 
     def is_tail(self, layer: int) -> bool:
         """Whether `layer` has left the subspace."""
@@ -148,13 +165,13 @@ def _block(manifest: Manifest, layer: int, *, constrained: bool) -> list[TensorS
     kv = d // model.num_heads * model.num_kv_heads
     return [
         _gain(prefix + "attention_norm.weight", d),
-        TensorSpec(prefix + "attention.query.weight", (d, d), d**-0.5),
-        TensorSpec(prefix + "attention.key.weight", (kv, d), d**-0.5),
-        TensorSpec(prefix + "attention.value.weight", (kv, d), d**-0.5),
+        _matrix(manifest, prefix + "attention.query.weight", (d, d), d**-0.5),
+        _matrix(manifest, prefix + "attention.key.weight", (kv, d), d**-0.5),
+        _matrix(manifest, prefix + "attention.value.weight", (kv, d), d**-0.5),
         _writer(manifest, prefix + "attention.output.weight", d, constrained=constrained),
         _gain(prefix + "mlp_norm.weight", d),
-        TensorSpec(prefix + "mlp.gate.weight", (ffn, d), d**-0.5),
-        TensorSpec(prefix + "mlp.up.weight", (ffn, d), d**-0.5),
+        _matrix(manifest, prefix + "mlp.gate.weight", (ffn, d), d**-0.5),
+        _matrix(manifest, prefix + "mlp.up.weight", (ffn, d), d**-0.5),
         _writer(manifest, prefix + "mlp.down.weight", ffn, constrained=constrained),
     ]
 
@@ -164,10 +181,15 @@ def _writer(manifest: Manifest, name: str, fan_in: int, *, constrained: bool) ->
     d, k = manifest.model.hidden_size, manifest.boundary.k
     spread = (fan_in * 2 * manifest.model.num_layers) ** -0.5
     if not constrained:
-        return TensorSpec(name, (d, fan_in), spread)
+        return _matrix(manifest, name, (d, fan_in), spread)
     if manifest.boundary.kind == "projected":
-        return TensorSpec(name, (d, fan_in), spread, Role.COLUMNS_IN_S)
-    return TensorSpec(name, (k, fan_in), spread * math.sqrt(d / k), Role.FACTOR)
+        return _matrix(manifest, name, (d, fan_in), spread, Role.COLUMNS_IN_S)
+    return _matrix(manifest, name, (k, fan_in), spread * math.sqrt(d / k), Role.FACTOR)
+
+
+def _matrix(manifest: Manifest, name: str, shape: tuple[int, int], spread: float, role: Role = Role.FREE) -> TensorSpec:
+    """A matrix of a block."""
+    return TensorSpec(name, shape, spread, role, by_muon=manifest.optimizer.kind == "muon")
 
 
 def _gain(name: str, size: int) -> TensorSpec:

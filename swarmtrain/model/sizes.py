@@ -9,6 +9,9 @@ from swarmtrain.model.layout import StagePlan, plan_stages
 from swarmtrain.run.manifest import Manifest
 
 _FP32, _FP64 = 4, 8
+MUON_BLOCK_ELEMENTS = 1 << 21  # of a matrix that Muon multiplies at once
+MUON_MIN_COLUMNS = 256
+_BYTES_IN_PRODUCTS = 56  # per element: factors and results in fp64, slices in int8, sums in int32
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,23 @@ def activation_bytes(manifest: Manifest, plan: StagePlan) -> int:
 
 
 def stage_memory(manifest: Manifest, plan: StagePlan) -> int:
-    """Bytes a stage needs beside its activations: parameters, gradient, two moments, exact sums, token table."""
+    """Bytes a stage needs beside its activations: state, exact sums, token table, a microbatch's gradient.
+
+    When Muon works, no microbatch's gradient is there: the larger of the two counts.
+    """
     accumulator = _FP64 if manifest.batch.accumulate == "exact" else _FP32
-    state = plan.num_parameters * (4 * _FP32 + accumulator)
+    passing = max(plan.num_parameters * _FP32, muon_working_bytes(plan))
     is_dense = manifest.boundary.kind == "dense"
     table = 0 if is_dense else manifest.model.vocab_size * manifest.model.hidden_size * _FP32
-    return state + table
+    return plan.state_elements * _FP32 + plan.num_parameters * accumulator + table + passing
+
+
+def muon_working_bytes(plan: StagePlan) -> int:
+    """What Muon needs for the largest matrix of a stage while it works on it; 0 with AdamW."""
+    found = 0
+    for rows, columns in (spec.shape for spec in plan.tensors if spec.by_muon):
+        small = min(rows, columns)
+        block = max(MUON_BLOCK_ELEMENTS, MUON_MIN_COLUMNS * small)
+        in_products = small * small + min(block, rows * columns)
+        found = max(found, rows * columns * 3 * _FP32 + in_products * _BYTES_IN_PRODUCTS)
+    return found

@@ -16,6 +16,7 @@ from swarmtrain.errors import DivergedError
 from swarmtrain.model.adamw import apply_adamw, project_gradient
 from swarmtrain.model.exact import Accumulator, squared_norm
 from swarmtrain.model.layout import EMBEDDING
+from swarmtrain.model.muon import apply_muon
 from swarmtrain.model.state import StageState
 from swarmtrain.model.subspace import carried, moved_basis
 
@@ -102,7 +103,8 @@ class StageWorker:
         """One optimizer step from a finished sum; clears the stage's own."""
         if self.state.gram is not None:
             self.state.gram += gradient_sum[self.state.parameters.numel() :]
-        apply_adamw(self.state, gradient_sum, scale, learning_rate)
+        update = apply_muon if self.state.manifest.optimizer.kind == "muon" else apply_adamw
+        update(self.state, gradient_sum, scale, learning_rate)
         self.sum.clear()
 
     def proposed_basis(self, gradient_sum: Tensor | None = None) -> Tensor:

@@ -22,6 +22,7 @@ class StageWork:
 
     tflop: float
     num_parameters: int
+    state_bytes: int  # parameters and moments: what a newcomer downloads, and a checkpoint holds
     memory_bytes: int
 
 
@@ -57,8 +58,8 @@ class Workload:
 
     @property
     def state_bytes(self) -> float:
-        """Parameters and both moments of all stages: what a checkpoint holds."""
-        return 3.0 * FP32 * sum(stage.num_parameters for stage in self.stages)
+        """Parameters and moments of all stages: what a checkpoint holds."""
+        return float(sum(stage.state_bytes for stage in self.stages))
 
 
 def workload_of(manifest: Manifest) -> Workload:
@@ -91,5 +92,6 @@ def _stage_work(manifest: Manifest, plan: StagePlan, tokens: int) -> StageWork:
     return StageWork(
         tflop=(1.0 + BACKWARD_FACTOR) * forward / 1e12,
         num_parameters=plan.num_parameters,
+        state_bytes=plan.state_elements * FP32,
         memory_bytes=math.ceil(memory),
     )

@@ -1,7 +1,6 @@
-"""Why is this peer idle? One pure function from what a peer knows about itself to a cause, a sentence and what is next.
+"""Why is this peer idle? A pure function from what a peer knows about itself to a cause, a sentence and what is next.
 
-The first cause that holds is named: what lies further away (the run waits for a stage) explains less than what is near
-(the owner has paused this peer).
+The nearest cause that holds is named: that the owner has paused this peer explains more than that the run waits.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """What a peer does, or why it does nothing. Also the `cause` label of the metrics: a fixed set."""
+    """What a peer does, or why it is idle. Also the `cause` label of the metrics, so the set is fixed."""
 
     WORKING = "working"
     JOINING = "joining"
@@ -34,24 +33,24 @@ class PeerFacts:
     stage: int
     step: int
     coordinator_silent_s: float = 0.0
-    contact_limit_s: float = 10.0  # silence after which its work may not be counted any more
+    contact_limit_s: float = 10.0  # without contact for so long, its work may not be counted
     coordinator_says: str = ""  # the reason in its last verdict
     is_banned: bool = False  # the coordinator sends it no work for a while
     empty_stages: tuple[int, ...] = ()  # stages without peers, as the coordinator knows
     sync_text: str = ""
     is_computing: bool = False
-    num_open: int = 0  # microbatches that it has taken and not answered
+    num_open: int = 0  # microbatches that it has accepted and not answered
     num_waiting_jobs: int = 0
     is_reducing: bool = False
-    is_prepared: bool = False  # its sum of this step is reduced; the decision is awaited
+    is_prepared: bool = False  # this step's all-reduce is done; it waits for the decision
     has_next: bool = False  # there is a stage after its own
     next_stage_peers: int = 0
-    capped_by: str = ""  # the owner's limit that holds it back, or empty
+    capped_by: str = ""  # the limit of the owner that is reached; empty if none
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """The answer."""
+    """What the peer does or why it is idle, and what comes next."""
 
     cause: Cause
     reason: str
@@ -70,30 +69,30 @@ def _life(facts: PeerFacts) -> Activity | None:
         case "draining" | "gone":
             return Activity(Cause.DRAINING, "finishing the step that it has work in", "leaves the run")
     if facts.coordinator_silent_s > facts.contact_limit_s:
-        following = "looks for it every few seconds, and goes on when it is back"
+        following = "tries again every few seconds"
         return Activity(Cause.COORDINATOR_AWAY, "the coordinator does not answer", following)
     match facts.state:
         case "syncing":
             reason = facts.sync_text or facts.coordinator_says or "waiting for a state to fetch"
             return Activity(Cause.SYNCING, reason, "serves as soon as its state is the run's")
         case "joining":
-            return Activity(Cause.JOINING, "waiting for the coordinator's word", "fetches the state, or serves")
+            return Activity(Cause.JOINING, "waiting for the coordinator's verdict", "fetches the state, or serves")
     return None
 
 
 def _obstacle(facts: PeerFacts) -> Activity | None:
-    """What holds a serving peer back. Computing is never held back."""
+    """What keeps a serving peer from getting work. A peer that computes has work."""
     if facts.is_computing:
         return None
     if facts.is_banned:
-        return Activity(Cause.BANNED, facts.coordinator_says, "is given work again after a while")
+        return Activity(Cause.BANNED, facts.coordinator_says, "gets work again after a back-off")
     if facts.capped_by:
-        return Activity(Cause.CAPPED, facts.capped_by, "goes on as the limit allows")
+        return Activity(Cause.CAPPED, facts.capped_by, "continues as the limit allows")
     if facts.has_next and (not facts.next_stage_peers or facts.stage + 1 in facts.empty_stages):
         return Activity(
             Cause.NEXT_STAGE_EMPTY,
             f"stage {facts.stage + 1} has no peers",
-            f"goes on as soon as somebody serves stage {facts.stage + 1}",
+            f"continues as soon as a peer serves stage {facts.stage + 1}",
         )
     return None
 

@@ -1,4 +1,4 @@
-"""The local control socket of a daemon: one JSON object per line, asked and answered on this machine only."""
+"""The local control socket of a daemon: one JSON object per line, on this machine only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ControlServer:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
-        """Listen; a stale socket of a dead daemon is replaced. StorageError if there can be none at this path."""
+        """Listen; the stale socket of a dead daemon is replaced. StorageError if the path cannot hold one."""
         before = os.umask(0o177)
         try:
             self.path.unlink(missing_ok=True)
@@ -82,7 +82,7 @@ class ControlServer:
 
 
 async def ask(path: Path, command: str, **arguments: Any) -> dict[str, Any]:
-    """Ask the daemon behind `path`; ControlError if it is not there or refuses."""
+    """Send a command to the daemon behind `path`. ControlError if there is no daemon or it refuses."""
     try:
         async with asyncio.timeout(10.0):
             reader, writer = await asyncio.open_unix_connection(path, limit=_MAX_LINE)

@@ -1,6 +1,6 @@
-"""What watching costs a daemon: processor time of events, looks, snapshots and answers, counted where it is spent.
+"""The processor time that a daemon spends on being observed: events, snapshots, metrics, HTTP answers.
 
-All of it happens on the event loop, so one thread's clock is enough. Nested pieces are counted once.
+All of it runs on the event loop, so the clock of one thread is enough. Nested blocks are counted once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from swarmtrain import world
 
 
 class Cost:
-    """`with cost:` around everything that is done only in order to be seen."""
+    """`with cost:` surrounds code that runs only for observers."""
 
     __slots__ = ("_began", "_depth", "seconds")
 

@@ -1,4 +1,4 @@
-"""What happens in a daemon, as types. Log lines, JSON lines and status are derived from these, never the reverse."""
+"""What happens in a daemon, as types. Log lines, JSON lines and the status are derived from them, never the reverse."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PeerJoined(Event):
 
 @dataclass(frozen=True)
 class PeerLost(Event):
-    """A peer is gone, and why that is believed."""
+    """A peer is gone; `reason` says what the coordinator concludes it from."""
 
     peer: str
     stage: int
@@ -83,7 +83,7 @@ class PeerLost(Event):
 
 @dataclass(frozen=True)
 class PeerDoubted(Event):
-    """The link to a peer broke: it may be gone. It is lost when it stays silent."""
+    """The link to a peer broke: it may be gone. Without further heartbeats it will be lost."""
 
     peer: str
     stage: int
@@ -96,7 +96,7 @@ class PeerDoubted(Event):
 
 @dataclass(frozen=True)
 class MoveGranted(Event):
-    """A peer may leave its stage for one that needs it more."""
+    """A peer may move from its stage to one that needs it more."""
 
     peer: str
     source: int
@@ -105,7 +105,7 @@ class MoveGranted(Event):
 
 @dataclass(frozen=True)
 class MoveRefused(Event):
-    """A peer asked to move, and stays."""
+    """A peer asked to move to another stage; the coordinator refused."""
 
     peer: str
     source: int
@@ -115,7 +115,7 @@ class MoveRefused(Event):
 
 @dataclass(frozen=True)
 class WorkReplayed(Event):
-    """Microbatches of a step that a stage had lost, and that are being done again there."""
+    """A stage had lost microbatches of a step; they are computed again there."""
 
     step: int
     stage: int
@@ -123,23 +123,23 @@ class WorkReplayed(Event):
 
     def line(self) -> str:
         """For a person."""
-        return f"{self.microbatches} microbatches of step {self.step} are done again on stage {self.stage}"
+        return f"{self.microbatches} microbatches of step {self.step} are computed again on stage {self.stage}"
 
 
 @dataclass(frozen=True)
 class StagePrepared(Event):
-    """All peers of a stage hold the same reduced gradient."""
+    """The all-reduce of a stage is complete: all its peers hold the same gradient."""
 
     step: int
     stage: int
     attempt: int
     seconds: float
-    compressed: bool = False  # whether it was reduced with the run's lossy codec
+    compressed: bool = False  # whether the all-reduce used the run's lossy codec
 
 
 @dataclass(frozen=True)
 class PrepareFailed(Event):
-    """An attempt to reduce a stage's gradient was given up."""
+    """One attempt at the all-reduce of a stage was given up."""
 
     step: int
     stage: int
@@ -148,7 +148,7 @@ class PrepareFailed(Event):
 
     def line(self) -> str:
         """For a person."""
-        return f"stage {self.stage} could not reduce step {self.step} (attempt {self.attempt}): {self.reason}"
+        return f"all-reduce of stage {self.stage} failed in step {self.step} (attempt {self.attempt}): {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class StepApplied(Event):
 
 @dataclass(frozen=True)
 class PeerDiverged(Event):
-    """A peer's state differs from its stage's majority."""
+    """A peer's state differs from that of the majority of its replicas."""
 
     peer: str
     stage: int
@@ -179,7 +179,7 @@ class PeerDiverged(Event):
 
     def line(self) -> str:
         """For a person."""
-        return f"peer {self.peer[-8:]} of stage {self.stage} has another state than the others after step {self.step}"
+        return f"peer {self.peer[-8:]} of stage {self.stage} differs from its replicas after step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class RunRolledBack(Event):
-    """A stage's state was lost: the whole run goes on from its last checkpoint."""
+    """A stage's state was lost: the whole run goes back to its last checkpoint."""
 
     stage: int
     from_step: int
@@ -216,12 +216,12 @@ class RunRolledBack(Event):
 
     def line(self) -> str:
         """For a person."""
-        return f"stage {self.stage} lost its state: back from step {self.from_step} to step {self.to_step}"
+        return f"stage {self.stage} lost its state: the run goes back from step {self.from_step} to step {self.to_step}"
 
 
 @dataclass(frozen=True)
 class SyncProgress(Event):
-    """A newcomer is fetching its stage's state."""
+    """A joining peer is fetching its stage's state."""
 
     step: int
     percent: int
@@ -233,7 +233,7 @@ class SyncProgress(Event):
 
 @dataclass(frozen=True)
 class DonorDropped(Event):
-    """A newcomer does not fetch from this peer any more: it sent something wrong, or is gone."""
+    """A joining peer stops fetching from this donor, which sent wrong data or is gone."""
 
     peer: str
     step: int
@@ -241,23 +241,23 @@ class DonorDropped(Event):
 
     def line(self) -> str:
         """For a person."""
-        return f"peer {self.peer[-8:]} does not give the state of step {self.step} any more: {self.reason}"
+        return f"peer {self.peer[-8:]} is no longer a donor of step {self.step}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class PeerEnded(Event):
-    """What a peer has done in its life, when it leaves."""
+    """Totals of a peer's life, when it leaves."""
 
     microbatches: int  # finished
     forwards: int  # computed for the first time
-    recomputed: int  # forwards computed again for want of memory
-    from_ledger: int  # answers given again from memory
-    replayed: int  # given to the next stage once more
+    recomputed: int  # forwards recomputed because of the memory limit
+    from_ledger: int  # requests answered again from the ledger
+    replayed: int  # sent to the next stage again
 
 
 @dataclass(frozen=True)
 class RunWaits(Event):
-    """Why nothing goes on."""
+    """The run makes no progress; `reason` says why."""
 
     reason: str
 
@@ -268,7 +268,7 @@ class RunWaits(Event):
 
 @dataclass(frozen=True)
 class RunEnded(Event):
-    """The run's steps are done, or it stopped."""
+    """All steps are done, or the run was stopped."""
 
     reason: str
     checkpoint: str = ""
@@ -277,26 +277,26 @@ class RunEnded(Event):
 
 @dataclass(frozen=True)
 class RunResumes(Event):
-    """What the run waited for is there."""
+    """The run no longer waits."""
 
     def line(self) -> str:
         """For a person."""
-        return "the run goes on"
+        return "the run continues"
 
 
 @dataclass(frozen=True)
 class StepTimed(Event):
-    """Where the time of a step went, as the coordinator saw it."""
+    """Where the time of a step went, as measured by the coordinator."""
 
     step: int
     lease_s: float  # every microbatch through all stages
-    reduce_s: float  # every stage's gradient
+    reduce_s: float  # the all-reduce of every stage
     apply_s: float  # decision and optimizer
 
 
 @dataclass(frozen=True)
 class CallsRerouted(Event):
-    """Calls to the next stage that had to go to another peer, and why; told at most once a second per cause."""
+    """Calls to the next stage had to go to another peer; at most one event per second and cause."""
 
     stage: int
     cause: str
@@ -309,7 +309,7 @@ class CallsRerouted(Event):
 
 @dataclass(frozen=True)
 class ActivityChanged(Event):
-    """What a peer is doing now, and if it is idle, why. `since` is when that began, `at` when it was certain."""
+    """What a peer does now, or why it is idle. It began at `since`; `at` is when it was certain."""
 
     cause: str
     reason: str
@@ -323,14 +323,14 @@ class ActivityChanged(Event):
 
 @dataclass(frozen=True)
 class StepFollowed(Event):
-    """A peer has applied a step, and how many of its microbatches it had finished."""
+    """A peer has applied a step, of which it had finished so many microbatches."""
 
     step: int
     microbatches: int
 
     def line(self) -> str:
         """For a person."""
-        return f"step {self.step} applied, {self.microbatches} microbatches were done here"
+        return f"step {self.step} applied; {self.microbatches} of its microbatches were computed here"
 
 
 Sink = Callable[[Event], None]
@@ -344,11 +344,11 @@ class Events:
         self.cost = Cost()
 
     def add(self, sink: Sink) -> None:
-        """One more listener."""
+        """Hand further events to this sink, too."""
         self._sinks.append(sink)
 
     def emit(self, event: Event) -> None:
-        """It happened."""
+        """Hand the event to every sink."""
         with self.cost:
             for sink in self._sinks:
                 sink(event)

@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests: at a named point of a daemon's work, the n-th time it is reached, something breaks.
+"""Fault injection for tests: when a daemon reaches a named point for the n-th time, something breaks.
 
     SWARMTRAIN_FAULTS="after-forward:3:kill,state-chunk:1:corrupt"  swarmtrain join ... --enable-test-faults
 
@@ -27,17 +27,17 @@ class Point(StrEnum):
     """Where a fault can happen."""
 
     BEFORE_FORWARD = "before-forward"
-    AFTER_FORWARD = "after-forward"  # nobody else knows of it yet
+    AFTER_FORWARD = "after-forward"  # no other process knows of it yet
     BEFORE_BACKWARD = "before-backward"  # the next stage has answered (the last stage has no such moment)
     BEFORE_ANSWER = "before-answer"  # the microbatch is in the sum, the caller has no answer
-    IN_STEAL = "in-gift"  # work is given away, neither its caller nor the one that asked knows of it
-    GIVEN_WORK = "given-work"  # what another peer of the stage gave away is here
-    IN_PREPARE = "in-prepare"  # the share is made, nothing was sent
+    IN_STEAL = "in-steal"  # the victim has handed work over; neither the caller nor the thief knows
+    STOLEN_WORK = "stolen-work"  # the thief has received stolen work
+    IN_PREPARE = "in-prepare"  # the gradient is ready; nothing was sent
     BEFORE_APPLY = "before-apply"  # prepared, the decision has arrived
     AFTER_APPLY = "after-apply"  # applied, the coordinator has no answer
     STATE_CHUNK = "state-chunk"  # a donor hands out a chunk
-    BEFORE_DECISION = "before-decision"  # the coordinator has heard all stages
-    AFTER_DECISION = "after-decision"  # in the journal, nobody was told
+    BEFORE_DECISION = "before-decision"  # all stages have reported to the coordinator
+    AFTER_DECISION = "after-decision"  # the decision is in the journal; no peer was told
     AFTER_STEP = "after-step"  # the coordinator has applied a step
     CHECKPOINT_WRITE = "checkpoint-write"  # some stages are on disk
 
@@ -47,7 +47,7 @@ class Action(StrEnum):
 
     KILL = "kill"  # SIGKILL
     STOP = "stop"  # SIGSTOP
-    CORRUPT = "corrupt"  # the bytes that are about to be sent are damaged; before-apply: the peer's own state
+    CORRUPT = "corrupt"  # flips a bit in what is about to be sent; before-apply: in the peer's own state
     CUT = "cut"  # all links break
 
 
@@ -71,18 +71,18 @@ class _Armed:
 
 @dataclass
 class Faults:
-    """The faults that a daemon still has before it. Empty for every daemon that is not under test."""
+    """The faults that are armed in this daemon. Empty for every daemon that is not under test."""
 
     armed: list[_Armed] = field(default_factory=list)
     is_enabled: bool = False  # whether the flag was given
     cut: Callable[[], None] | None = None  # breaks all links; set by the daemon
     strike: Callable[[Action], None] = _signal_self  # kills or stops this process
     tell: Callable[[Action, Point], None] = _print_error
-    pace_s: tuple[float, float] = (0.0, 0.0)  # what a forward and a backward take at least
+    pace_s: tuple[float, float] = (0.0, 0.0)  # the least duration of a forward and of a backward
 
     @classmethod
     def from_environment(cls, *, enabled: bool, environment: Mapping[str, str] = os.environ) -> Faults:
-        """What the variable says, if the flag was given. UsageError for a text that is no list of faults."""
+        """The faults in the variable, if the flag was given. UsageError if its text is not a list of faults."""
         if not enabled:
             return cls()
         text = environment.get(VARIABLE, "")
@@ -90,11 +90,11 @@ class Faults:
         return cls(armed, is_enabled=True, pace_s=_parse_pace(environment.get(PACE_VARIABLE, "0:0")))
 
     def arm(self, point: str, nth: int, action: str) -> None:
-        """One fault more."""
+        """Arm one more fault."""
         self.armed.append(_Armed(Point(point), nth, Action(action)))
 
     def hit(self, point: Point) -> Action | None:
-        """A point is reached. Kills, stops and cuts happen here; the caller does what else is returned."""
+        """A point is reached. Kills, stops and cuts happen here; any other action is returned for the caller to do."""
         due: Action | None = None
         for fault in [item for item in self.armed if item.point is point]:
             fault.countdown -= 1

@@ -10,7 +10,7 @@ DEFAULT_URL = "http://127.0.0.1:8080/healthz"
 
 
 def main() -> int:
-    """Ask once; $SWARMTRAIN_HEALTH_URL names another place."""
+    """Ask once. $SWARMTRAIN_HEALTH_URL names another address."""
     url = os.environ.get("SWARMTRAIN_HEALTH_URL", DEFAULT_URL)
     try:
         with urllib.request.urlopen(url, timeout=4) as answer:

@@ -1,6 +1,6 @@
-"""A small HTTP server for reading: GET and HEAD, no bodies, no keep-alive, hard limits on everything a client controls.
+"""A small read-only HTTP server: GET and HEAD, no bodies, no keep-alive, hard limits on everything a client controls.
 
-Enough for a status page, Prometheus and a health check; nothing that is sent to it can change anything.
+It is enough for a status page, Prometheus and a health check; no request changes anything.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from swarmtrain.errors import ExitCode, SwarmtrainError, UsageError
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 8192  # request line and headers
-HEAD_S = 5.0  # a client that has not sent its request by then is cut off
-WRITE_S = 10.0  # a client that does not read for so long is cut off
+HEAD_S = 5.0  # a client that has not sent its request by then is disconnected
+WRITE_S = 10.0  # a client that does not read for so long is disconnected
 MAX_CONNECTIONS = 128
 MAX_STREAMS = 64  # of them, event streams
 
@@ -48,7 +48,7 @@ class ListenError(SwarmtrainError):
 
 @dataclass(frozen=True)
 class Request:
-    """What a handler gets to see."""
+    """A parsed request, as handlers see it."""
 
     path: str
     query: Mapping[str, str]
@@ -57,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """A whole answer."""
+    """A complete response."""
 
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
@@ -67,7 +67,7 @@ class Response:
 
 @dataclass(frozen=True)
 class EventStream:
-    """An answer that goes on: server-sent events, already formatted."""
+    """A response without an end: server-sent events, already formatted."""
 
     chunks: AsyncIterator[bytes]
 
@@ -76,12 +76,12 @@ Handler = Callable[[Request], Response | EventStream]
 
 
 def as_json(item: Any) -> Response:
-    """An answer for programs. Numbers that JSON does not have become null."""
+    """A JSON response. NaN and infinities, which JSON lacks, become null."""
     return Response(json.dumps(finite(item), separators=(",", ":")).encode(), "application/json")
 
 
 def finite(item: Any) -> Any:
-    """The same data without NaN and infinities."""
+    """The same data with None for NaN and infinities."""
     if isinstance(item, float):
         return item if item - item == 0 else None
     if isinstance(item, Mapping):
@@ -92,7 +92,7 @@ def finite(item: Any) -> Any:
 
 
 def parse_address(text: str, option: str) -> tuple[str, int]:
-    """`HOST:PORT`; UsageError if it is none."""
+    """Host and port of `HOST:PORT`; UsageError for anything else."""
     host, separator, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not separator or not host or not port.isdecimal() or int(port) > 65535:
@@ -101,7 +101,7 @@ def parse_address(text: str, option: str) -> tuple[str, int]:
 
 
 def checked_address(text: str, option: str) -> str:
-    """An address from the command line, checked before anything is started; empty for `off`."""
+    """An address from the command line, checked before anything starts; empty for `off`."""
     if text in ("", "off"):
         return ""
     parse_address(text, option)
@@ -114,7 +114,7 @@ def show_address(host: str, port: int) -> str:
 
 
 def same_port_as_before(host: str, port: int, note: Path) -> tuple[str, int]:
-    """For port 0: the one that this run's page had before, if it is free, so that open pages find it again."""
+    """Port 0 becomes the port that this run's page had before, if it is free, so that open pages find it again."""
     if port:
         return host, port
     try:
@@ -128,7 +128,7 @@ def same_port_as_before(host: str, port: int, note: Path) -> tuple[str, int]:
 
 
 class HttpServer:
-    """Serves `routes` (by exact path) at one address."""
+    """Serves `routes`, by exact path, at one address."""
 
     def __init__(self, routes: Mapping[str, Handler]) -> None:
         self._routes = routes
@@ -138,7 +138,7 @@ class HttpServer:
         self.host, self.port = "", 0
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 takes a free one. ListenError if that cannot be."""
+        """Listen; port 0 takes a free one. ListenError if the address cannot be used."""
         try:
             self._server = await asyncio.start_server(self._accept, host, port, limit=MAX_HEAD_BYTES)
         except (OSError, UnicodeError) as error:
@@ -154,7 +154,7 @@ class HttpServer:
         return show_address(self.host, self.port)
 
     async def close(self) -> None:
-        """Stop listening and cut all clients off."""
+        """Stop listening and disconnect all clients."""
         if self._server is not None:
             self._server.close()
         for client in tuple(self._clients):

@@ -1,4 +1,4 @@
-"""Keeps a daemon's status: a sink of its events, and a bell for those who watch."""
+"""Keeps a daemon's status: a sink of its events, and a way to wait for the next change."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from swarmtrain import world
 from swarmtrain.observe.events import CallsRerouted, Event, StepApplied
 from swarmtrain.observe.status import Point, Status, apply, with_point
 
-_USUAL = frozenset({"busy", "redirected"})  # refusals that belong to normal operation: counted, but no news
+_USUAL = frozenset({"busy", "redirected"})  # refusals of normal operation: counted, not reported as events
 
 
 class StatusKeeper:
-    """The status after everything that was emitted so far."""
+    """The status after all events so far."""
 
     def __init__(self, kind: str, *, num_steps: int = 0) -> None:
         now = world.wall()
@@ -28,14 +28,14 @@ class StatusKeeper:
         self._bell = None
 
     def recall(self, curve: Iterable[tuple[int, float, float, float, float]]) -> None:
-        """A restarted coordinator: the curve up to here, from the journal."""
+        """Restore the curve of a restarted coordinator from the journal."""
         for step, at, loss, grad_norm, lr in curve:
             known = StepApplied(step, loss, 0, 0.0, grad_norm, lr, at=at)
             self.status = with_point(self.status, Point(step, at, loss, None, None))
             self.status = replace(self.status, step=step, last=known, last_applied_at=at)
 
     async def changed(self, timeout_s: float) -> None:
-        """Until the next event, at most `timeout_s`."""
+        """Wait for the next event, at most `timeout_s`."""
         if self._bell is None or self._bell.done():
             self._bell = asyncio.get_running_loop().create_future()
         await asyncio.wait([self._bell], timeout=timeout_s)
@@ -49,7 +49,7 @@ class RerouteNews:
         self._told: dict[str, int] = {}
 
     def since_last(self, rerouted: Mapping[str, int]) -> Iterator[CallsRerouted]:
-        """What has been added, by cause."""
+        """One event for each cause whose counter has grown."""
         for cause, count in rerouted.items():
             more = count - self._told.get(cause, 0)
             if more > 0 and cause not in _USUAL:

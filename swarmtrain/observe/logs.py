@@ -1,4 +1,4 @@
-"""Where events go: lines for a person, JSON lines for a program, a file in the state directory that cannot grow."""
+"""Where events go: log lines for people, JSON lines for programs, and a file of bounded size in the state directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_FILE_BYTES = 8 << 20  # of the event file, and of the older one beside it
 
 
 def printable(text: str) -> str:
-    """The text without what could move a cursor: names and reasons come from other machines."""
+    """The text with `?` for every control character: names and reasons come from other machines."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -41,7 +41,7 @@ def json_lines(stream: TextIO) -> Sink:
 
 
 def log_lines(stream: TextIO = sys.stderr) -> Sink:
-    """A sink that writes a line for a person, with the time of day."""
+    """A sink that writes a line for people, with the time of day."""
 
     def write(event: Event) -> None:
         print(f"{clock_time(event.at)} {printable(event.line())}", file=stream, flush=True)
@@ -50,12 +50,12 @@ def log_lines(stream: TextIO = sys.stderr) -> Sink:
 
 
 def daemon_log(stream: TextIO = sys.stderr) -> Sink:
-    """A daemon's log: for a person if one is looking, else for whatever collects logs."""
+    """A daemon's log: lines for people on a terminal, else JSON lines for a log collector."""
     return log_lines(stream) if stream.isatty() else json_lines(stream)
 
 
 class EventFile:
-    """A sink that appends JSON lines to a file and keeps one older file. A full disk costs events, not the daemon."""
+    """A sink that appends JSON lines to a file and keeps one older file. On a full disk events are lost, no more."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> None:
         self.path, self._max_bytes = path, max_bytes
@@ -64,7 +64,7 @@ class EventFile:
 
     @property
     def older(self) -> Path:
-        """What was written before the file was full."""
+        """The file before this one."""
         return self.path.with_suffix(".1.jsonl")
 
     def __call__(self, event: Event) -> None:
@@ -78,7 +78,7 @@ class EventFile:
             self.close()
 
     def close(self) -> None:
-        """Let go of the file; the next event opens it again."""
+        """Close the file; the next event opens it again."""
         file, self._file = self._file, None
         if file is not None:
             try:

@@ -1,7 +1,7 @@
 """Prometheus metrics, made from the snapshots that the status verb and the API show. Pure: nothing is counted here.
 
-Label values are bounded: stages, states, causes and codes come from fixed sets, and what another machine chose to call
-something is counted as `other`. Only the coordinator has a `peer` label, for at most `MAX_PEERS` peers.
+The cardinality of labels is bounded: stages, states, causes and codes come from fixed sets, and any code that another
+machine made up is counted as `other`. Only the coordinator has a `peer` label, for at most `MAX_PEERS` peers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Snapshot = Mapping[str, Any]
 
 
 def gauge(name: str, text: str, *samples: tuple[Mapping[str, str], float | None]) -> GaugeMetricFamily:
-    """One gauge; samples that are None are left out."""
+    """A gauge; samples that are None are left out."""
     labels = list(samples[0][0]) if samples else []
     family = GaugeMetricFamily(f"swarmtrain_{name}", text, labels=labels)
     for values, value in samples:
@@ -38,7 +38,7 @@ def gauge(name: str, text: str, *samples: tuple[Mapping[str, str], float | None]
 
 
 def counter(name: str, text: str, *samples: tuple[Mapping[str, str], float]) -> CounterMetricFamily:
-    """One counter."""
+    """A counter."""
     labels = list(samples[0][0]) if samples else []
     family = CounterMetricFamily(f"swarmtrain_{name}", text, labels=labels)
     for values, value in samples:
@@ -47,12 +47,12 @@ def counter(name: str, text: str, *samples: tuple[Mapping[str, str], float]) -> 
 
 
 def by(label: str, counts: Mapping[str, float]) -> list[tuple[Mapping[str, str], float]]:
-    """Samples of one label."""
+    """Samples with one label."""
     return [({label: key}, value) for key, value in counts.items()]
 
 
 def bounded(counts: Mapping[str, int], known: frozenset[str] = _CODES) -> dict[str, int]:
-    """Counts by code; unknown codes, which others may have made up, together."""
+    """Counts by known code; all unknown ones together are `other`."""
     result = dict.fromkeys(sorted(known), 0)  # a counter that begins at 0 shows its first increase
     for code, count in counts.items():
         key = code if code in known else "other"
@@ -61,20 +61,22 @@ def bounded(counts: Mapping[str, int], known: frozenset[str] = _CODES) -> dict[s
 
 
 def daemon_families(snapshot: Snapshot) -> Iterator[Metric]:
-    """What every daemon has."""
+    """The metrics of every daemon."""
     states = PEER_STATES if snapshot["kind"] == "peer" else RUN_STATES
     yield gauge(
         "build_info", "Version and kind of the daemon.", ({"version": __version__, "kind": snapshot["kind"]}, 1)
     )
     yield gauge("daemon_state", "1 for the state that the daemon is in.", *_one_hot("state", states, snapshot["state"]))
-    yield gauge("daemon_start_time_seconds", "When the daemon was started.", ({}, snapshot["started_at"]))
-    yield gauge("daemon_time_seconds", "The daemon's clock when these numbers were read.", ({}, snapshot["now"]))
-    yield gauge("daemon_state_since_seconds", "Since when it does what it does.", ({}, snapshot["since"]))
-    yield counter("events", "Events by type.", *by("event", snapshot["events"]))
-    yield gauge("process_resident_memory_bytes", "Resident memory of the daemon.", ({}, snapshot["memory_bytes"]))
-    yield counter("process_cpu_seconds", "Processor time of the daemon.", ({}, snapshot["cpu_s"]))
+    yield gauge("daemon_start_time_seconds", "Start time of the daemon.", ({}, snapshot["started_at"]))
+    yield gauge("daemon_time_seconds", "Clock of the daemon at this scrape.", ({}, snapshot["now"]))
+    yield gauge("daemon_state_since_seconds", "Start of the current state.", ({}, snapshot["since"]))
+    yield counter("events", "Events, by type.", *by("event", snapshot["events"]))
+    yield gauge("process_resident_memory_bytes", "Resident memory.", ({}, snapshot["memory_bytes"]))
+    yield counter("process_cpu_seconds", "Processor time.", ({}, snapshot["cpu_s"]))
     yield counter("observe_seconds", "Processor time spent on events, status and metrics.", ({}, snapshot["observe_s"]))
-    yield counter("calls_rerouted", "Calls that had to go elsewhere.", *by("cause", bounded(snapshot["rerouted"])))
+    yield counter(
+        "calls_rerouted", "Calls that had to go to another peer, by cause.", *by("cause", bounded(snapshot["rerouted"]))
+    )
     yield from _wire(snapshot)
 
 
@@ -84,80 +86,88 @@ def _wire(snapshot: Snapshot) -> Iterator[Metric]:
     rows = [({"direction": side, "kind": kind}, item) for side, kinds in sides for kind, item in kinds.items()]
     control = [({"direction": side, "kind": "control"}, traffic[side]["control_bytes"]) for side, _ in sides]
     sizes = [(labels, item["body_bytes"] + item["frame_bytes"]) for labels, item in rows]
-    yield counter("wire_bytes", "Bytes on the links by direction and message kind.", *sizes, *control)
+    yield counter("wire_bytes", "Bytes on the links, by direction and message kind.", *sizes, *control)
     yield counter(
-        "wire_messages", "Messages by direction and kind.", *((labels, item["num_messages"]) for labels, item in rows)
+        "wire_messages", "Messages, by direction and kind.", *((labels, item["num_messages"]) for labels, item in rows)
     )
     moved = snapshot["transfers"]
-    yield counter("wire_transfer_seconds", "Time that measured messages took, as receivers saw it.",
+    yield counter("wire_transfer_seconds", "Time in transit of measured messages, as seen by receivers.",
                   *(({"direction": side}, moved[side]["seconds"]) for side in moved))  # fmt: skip
-    yield counter("wire_transfer_bytes", "Bytes of the messages that were measured.",
+    yield counter("wire_transfer_bytes", "Bytes of measured messages.",
                   *(({"direction": side}, moved[side]["bytes"]) for side in moved))  # fmt: skip
     yield gauge("wire_links", "Open links.", ({}, snapshot["links"]))
-    yield gauge("wire_backlog_bytes", "Bytes that wait to be written.", ({}, snapshot["backlog_bytes"]))
-    yield gauge("wire_round_trip_seconds", "The longest smoothed round trip.", ({}, snapshot["rtt_s"]))
+    yield gauge("wire_backlog_bytes", "Bytes waiting to be written.", ({}, snapshot["backlog_bytes"]))
+    yield gauge("wire_round_trip_seconds", "Longest smoothed round-trip time of all links.", ({}, snapshot["rtt_s"]))
     yield counter(
-        "wire_violations", "Links closed for breaking the protocol.", ({}, sum(traffic["violations"].values()))
+        "wire_violations",
+        "Links closed because the other side broke the protocol.",
+        ({}, sum(traffic["violations"].values())),
     )
 
 
 def peer_families(snapshot: Snapshot) -> Iterator[Metric]:
-    """A volunteer's daemon."""
+    """The metrics of a peer."""
     yield from daemon_families(snapshot)
     seconds = snapshot["seconds"]
     busy = {part: value for part, value in seconds.items() if part != "idle"}
     idle = {cause.value: seconds["idle"].get(cause.value, 0.0) for cause in Cause if cause is not Cause.WORKING}
-    done = {key: key for key in ("from_ledger", "joined", "replayed", "evaluated")} | {"finished": "microbatches"}
-    yield gauge("peer_stage", "The stage that it hosts.", ({}, snapshot["stage"]))
+    done = {key: key for key in ("from_ledger", "coalesced", "replayed", "evaluated")} | {"finished": "microbatches"}
+    yield gauge("peer_stage", "The stage that this peer hosts.", ({}, snapshot["stage"]))
     yield gauge("peer_step", "Steps applied by this peer.", ({}, snapshot["step"]))
     yield counter(
-        "peer_seconds", "Wall-clock by part; with the idle seconds it adds up to all time.", *by("part", busy)
+        "peer_seconds", "Wall-clock time, by part; with peer_idle_seconds it adds up to all time.", *by("part", busy)
     )
-    yield counter("peer_idle_seconds", "Idle time by cause.", *by("cause", idle))
+    yield counter("peer_idle_seconds", "Idle time, by cause.", *by("cause", idle))
     yield gauge(
-        "peer_doing",
-        "1 for what the peer does, or why it is idle.",
+        "peer_activity",
+        "1 for the current activity, or the cause of being idle.",
         *_one_hot("cause", tuple(Cause), snapshot["cause"]),
     )
-    yield counter("peer_microbatches", "Microbatches by result.",
+    yield counter("peer_microbatches", "Microbatches, by result.",
                   *(({"result": name}, snapshot[key]) for name, key in done.items()))  # fmt: skip
     yield counter(
-        "peer_microbatch_seconds", "Time of finished microbatches by part.", *by("part", snapshot["microbatch_s"])
+        "peer_microbatch_seconds", "Time of finished microbatches, by part.", *by("part", snapshot["microbatch_s"])
     )
-    yield counter("peer_compute_seconds", "Time of the compute thread by job.", *by("kind", snapshot["compute_s"]))
-    yield counter("peer_recomputed", "Forwards computed again for want of memory.", ({}, snapshot["recomputed"]))
+    yield counter(
+        "peer_compute_seconds", "Time of the compute thread, by kind of job.", *by("kind", snapshot["compute_s"])
+    )
+    yield counter("peer_recomputed", "Forwards recomputed because of the memory limit.", ({}, snapshot["recomputed"]))
     yield counter(
         "peer_refused", "Requests that this peer refused, by code.", *by("code", bounded(snapshot["refused"]))
     )
-    yield gauge("peer_jobs_waiting", "Jobs that wait for the compute thread.", ({}, snapshot["jobs_waiting"]))
-    yield gauge("peer_open_microbatches", "Microbatches taken and not answered.", ({}, snapshot["open_microbatches"]))
+    yield gauge("peer_jobs_waiting", "Jobs waiting for the compute thread.", ({}, snapshot["jobs_waiting"]))
     yield gauge(
-        "peer_next_stage_peers", "Serving peers of the next stage that it knows.", ({}, snapshot["next_stage_peers"])
+        "peer_open_microbatches", "Microbatches accepted and not answered yet.", ({}, snapshot["open_microbatches"])
     )
-    yield gauge("peer_ledger_bytes", "What the ledger holds.", ({}, snapshot["ledger_bytes"]))
+    yield gauge(
+        "peer_next_stage_peers",
+        "Serving peers of the next stage that this peer knows.",
+        ({}, snapshot["next_stage_peers"]),
+    )
+    yield gauge("peer_ledger_bytes", "Bytes in the ledger.", ({}, snapshot["ledger_bytes"]))
     percent = snapshot["sync_percent"]
     synced = 1.0 if snapshot["state"] == "serving" else None if percent is None else percent / 100
-    yield gauge("peer_sync_ratio", "How much of the stage's state is there.", ({}, synced))
+    yield gauge("peer_sync_ratio", "Share of the stage's state that has arrived.", ({}, synced))
     yield gauge(
         "peer_codec_ratio",
-        "Size of a boundary tensor as fp32 over its encoded size.",
+        "Size of a boundary tensor in fp32, divided by its encoded size.",
         *by("direction", snapshot["codec_ratio"]),
     )
     yield gauge(
         "peer_codec_error_ratio",
-        "Norm of what the codec loses of a boundary tensor over the tensor's; every 64th is looked at.",
+        "Relative error of the codec, in norm; measured on every 64th boundary tensor.",
         *by("direction", snapshot["codec_error"]),
     )
     yield gauge(
         "peer_residual_cosine",
-        "Between a gradient's residual and the change of the activation; near 0 if error feedback is unbiased.",
-        ({}, snapshot["residual_cosine"] or 0.0),  # without feedback nothing is biased
+        "Cosine between a gradient's residual and the change of the activation; near 0 if error feedback is unbiased.",
+        ({}, snapshot["residual_cosine"] or 0.0),  # without error feedback there is no bias
     )
     yield gauge("peer_gpu_memory_bytes", "GPU memory in use by tensors.", ({}, snapshot["gpu_bytes"]))
 
 
 def run_families(snapshot: Snapshot) -> Iterator[Metric]:
-    """The coordinator: the run as a whole."""
+    """The metrics of the run, from its coordinator."""
     yield from daemon_families(snapshot)
     last, split = snapshot["last"] or {}, snapshot["split"] or {}
     yield gauge("run_step", "Applied steps.", ({}, snapshot["step"]))
@@ -167,12 +177,16 @@ def run_families(snapshot: Snapshot) -> Iterator[Metric]:
     yield gauge("run_learning_rate", "Learning rate of the last step.", ({}, last.get("lr")))
     yield gauge("run_gradient_norm", "Gradient norm of the last step, before clipping.", ({}, last.get("grad_norm")))
     yield gauge("run_tokens_per_second", "Tokens per second over the last step.", ({}, last.get("tokens_per_s")))
-    yield counter("run_tokens", "Tokens trained on, by the applied steps.", ({}, snapshot["tokens"]))
-    yield gauge("run_step_seconds", "Where the last step's time went.",
+    yield counter("run_tokens", "Tokens of all applied steps.", ({}, snapshot["tokens"]))
+    yield gauge("run_step_seconds", "Duration of the last step, by part.",
                 *(({"part": part}, split.get(f"{part}_s")) for part in ("lease", "reduce", "apply")))  # fmt: skip
-    yield gauge("run_last_applied_time_seconds", "When the last step was applied.", ({}, snapshot["last_applied_at"]))
+    yield gauge(
+        "run_last_applied_time_seconds", "Time at which the last step was applied.", ({}, snapshot["last_applied_at"])
+    )
     yield gauge("run_checkpoint_step", "Step of the newest checkpoint.", ({}, snapshot["checkpoint_step"]))
-    yield counter("run_diverged_peers", "Peers whose state differed from their stage's.", ({}, snapshot["diverged"]))
+    yield counter(
+        "run_diverged_peers", "Peers whose state differed from that of their replicas.", ({}, snapshot["diverged"])
+    )
     yield counter(
         "run_refused", "Requests that the coordinator refused, by code.", *by("code", bounded(snapshot["refused"]))
     )
@@ -186,14 +200,18 @@ def _stages(snapshot: Snapshot) -> Iterator[Metric]:
         for stage, peers in stages
         for state in PEER_STATES
     ]
-    yield gauge("run_peers", "Peers by stage and state.", *counts)
+    yield gauge("run_peers", "Peers, by stage and state.", *counts)
     capacities = [({"stage": str(stage)}, sum(peer["capacity"] for peer in peers)) for stage, peers in stages]
-    yield gauge("run_stage_capacity", "Microbatches per second that a stage could do by its peers' times.", *capacities)
+    yield gauge(
+        "run_stage_capacity",
+        "Microbatches per second that a stage can process, from the compute times of its peers.",
+        *capacities,
+    )
     known = [peer for _, peers in stages for peer in peers][:MAX_PEERS]
     labels = [({"peer": peer["peer"], "stage": str(peer["stage"])}, peer) for peer in known]
-    yield counter("run_peer_microbatches", "Microbatches counted for a peer that is there.",
+    yield counter("run_peer_microbatches", "Microbatches counted for a connected peer.",
                   *((names, peer["microbatches"]) for names, peer in labels))  # fmt: skip
-    yield gauge("run_peer_silence_seconds", "Time since the last heartbeat.",
+    yield gauge("run_peer_heartbeat_age_seconds", "Time since the last heartbeat.",
                 *((names, peer["silent_s"]) for names, peer in labels))  # fmt: skip
 
 

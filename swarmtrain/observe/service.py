@@ -1,4 +1,4 @@
-"""What a daemon answers over HTTP: metrics, its snapshot, and whether it is well."""
+"""What a daemon serves over HTTP: metrics, its snapshot, health."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TakeSnapshot = Callable[[], Snapshot]
 def daemon_routes(
     snapshot: TakeSnapshot, families: Callable[[Snapshot], Iterator[Metric]], cost: Cost
 ) -> dict[str, Handler]:
-    """Every daemon's: `/metrics`, `/api/status`, `/healthz`."""
+    """The routes of every daemon: `/metrics`, `/api/status`, `/healthz`."""
 
     def metrics(request: Request) -> Response:
         with cost:
@@ -36,5 +36,5 @@ def daemon_routes(
 
 
 def peer_routes(snapshot: TakeSnapshot, cost: Cost) -> dict[str, Handler]:
-    """A volunteer's daemon."""
+    """The routes of a peer."""
     return daemon_routes(snapshot, peer_families, cost)

@@ -1,8 +1,8 @@
 """Where a peer's time goes: at every moment exactly one of compute, reduce, queue, wire, idle (with its cause).
 
-Several things overlap in a peer; a second belongs to the first of the list that is going on in it. So the parts add up
-to the wall-clock, and `idle` is what could have been used. Times of single microbatches, in which waiting in the queue
-counts although the processor is busy with another one, are counted apart (`MicrobatchTimes`).
+Activities of a peer overlap; a moment counts for the first of the list that is going on. So the parts add up to the
+wall-clock time, and `idle` is capacity that was not used. The times of single microbatches, in which queueing counts
+although the processor is busy with another one, are counted separately (`MicrobatchTimes`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from threading import Lock
 from swarmtrain import world
 from swarmtrain.observe.activity import Cause
 
-_HOLDS_BACK = (Cause.NEXT_STAGE_EMPTY, Cause.CAPPED)  # a call that waits for these moves nothing over the wire
+_HOLDS_BACK = (Cause.NEXT_STAGE_EMPTY, Cause.CAPPED)  # a call that waits for these sends nothing
 
 
 class Part(StrEnum):
-    """What the time is spent on; the order is that of precedence."""
+    """What time is spent on, in order of precedence."""
 
     COMPUTE = "compute"  # the compute thread runs a job
-    REDUCE = "reduce"  # a gradient is being reduced with the others of the stage
-    QUEUE = "queue"  # a job is there and has not been begun
-    WIRE = "wire"  # work is on its way to the next stage, being done there, or on its way back
+    REDUCE = "reduce"  # an all-reduce with the other peers of the stage
+    QUEUE = "queue"  # a job is waiting and has not begun
+    WIRE = "wire"  # work is in transit to the next stage, there, or in transit back
     IDLE = "idle"
 
 
@@ -42,19 +42,19 @@ class TimeSplit:
         self._current: tuple[Part, Cause | None] = (Part.IDLE, self._cause)
 
     def begin(self, part: Part) -> None:
-        """Something of this part begins."""
+        """An activity of this part begins."""
         with self._lock:
             self._going_on[part] += 1
             self._switch()
 
     def end(self, part: Part) -> None:
-        """It has ended."""
+        """An activity of this part has ended."""
         with self._lock:
             self._going_on[part] -= 1
             self._switch()
 
     def take(self) -> None:
-        """The compute thread takes a waiting job: from the queue to computing."""
+        """A job leaves the queue for the compute thread."""
         with self._lock:
             self._going_on[Part.QUEUE] -= 1
             self._going_on[Part.COMPUTE] += 1
@@ -62,7 +62,7 @@ class TimeSplit:
 
     @contextlib.contextmanager
     def during(self, part: Part) -> Iterator[None]:
-        """While the block runs."""
+        """An activity that lasts as long as the block."""
         self.begin(part)
         try:
             yield
@@ -70,17 +70,17 @@ class TimeSplit:
             self.end(part)
 
     def explain_idle(self, cause: Cause) -> None:
-        """Why the peer is idle when it is, from now on."""
+        """From now on, idle time has this cause."""
         with self._lock:
             self._cause = cause
             self._switch()
 
     def is_going_on(self, part: Part) -> bool:
-        """Whether something of this part is under way."""
+        """Whether an activity of this part is under way."""
         return self._going_on[part] > 0
 
     def read(self) -> SplitSeconds:
-        """Everything since the start."""
+        """The totals since the start."""
         with self._lock:
             self._switch()
             parts: dict[Part, float] = {part: 0.0 for part in Part if part is not Part.IDLE}
@@ -110,7 +110,7 @@ class TimeSplit:
 
 @dataclass(frozen=True)
 class SplitSeconds:
-    """Seconds by part; idle ones by cause; all of them together."""
+    """Seconds by part, idle seconds by cause, and the total."""
 
     parts: dict[str, float]
     idle: dict[str, float]
@@ -119,16 +119,16 @@ class SplitSeconds:
 
 @dataclass
 class MicrobatchTimes:
-    """Sums over finished microbatches: waiting for the compute thread, computing, and being away at later stages."""
+    """Sums over finished microbatches: waiting for the compute thread, computing, and time at downstream stages."""
 
     queue_s: float = 0.0
     compute_s: float = 0.0
-    below_s: float = 0.0
+    downstream_s: float = 0.0
     count: int = 0
 
     def add(self, queue_s: float, compute_s: float, total_s: float) -> None:
-        """One more microbatch, which was here for `total_s`."""
+        """Add a microbatch that was answered after `total_s`."""
         self.queue_s += queue_s
         self.compute_s += compute_s
-        self.below_s += max(0.0, total_s - queue_s - compute_s)
+        self.downstream_s += max(0.0, total_s - queue_s - compute_s)
         self.count += 1

@@ -1,6 +1,6 @@
-"""What a daemon's events add up to: one frozen `Status`, and `apply`, the only way to the next one. No I/O, no clock.
+"""A daemon's status: a frozen `Status` and a pure `apply(event, status)` that gives the next one. No I/O, no clock.
 
-The status verb, the page, the API and the metrics all show this, together with counters that are read when asked.
+The status verb, the page, the API and the metrics all show it, together with counters that are read on demand.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from swarmtrain.observe.events import (
     SyncProgress,
 )
 
-MAX_RECENT = 60  # events that are kept for showing
-MAX_POINTS = 400  # of the loss curve; when it is full, every second one goes
-_QUIET = (StepTimed, StepApplied, StagePrepared, StepFollowed)  # every step has them: no news
-_PRIVATE = ("path", "checkpoint")  # where files are on the operator's machine is not for the page
+MAX_RECENT = 60  # events that are shown
+MAX_POINTS = 400  # of the loss curve; when it is full, every second point is dropped
+_QUIET = (StepTimed, StepApplied, StagePrepared, StepFollowed)  # every step has them: not shown as news
+_PRIVATE = ("path", "checkpoint")  # paths on the operator's machine are not shown on the page
 _STARTING = ("identity", "stage", "network", "invite", "manifest", "fit", "resume", "page", "metrics")
 
 
@@ -42,13 +42,13 @@ class Point:
     step: int
     at: float
     loss: float
-    tokens_per_s: float | None  # unknown for steps of a former life of the coordinator
+    tokens_per_s: float | None  # unknown for steps before the coordinator was restarted
     val_loss: float | None
 
 
 @dataclass(frozen=True)
 class Status:
-    """A daemon: its state, why, since when, what next; and what its events said last."""
+    """A daemon's state, its reason, since when, what is next; and the last facts of its events."""
 
     kind: str  # "peer" or "coordinator"
     started_at: float
@@ -73,7 +73,7 @@ class Status:
     recent: tuple[tuple[int, Event], ...] = ()  # with their numbers, oldest first
 
     def headline(self) -> dict[str, Any]:
-        """The part that answers "what is it doing, and why"."""
+        """State and cause, reason, since when, what is next."""
         return {
             "state": self.state,
             "cause": self.cause,
@@ -84,7 +84,7 @@ class Status:
         }
 
     def news(self) -> list[dict[str, Any]]:
-        """Recent events for showing, oldest first."""
+        """Recent events to show, oldest first."""
         shown = [{"number": number, "line": event.line(), **event.as_dict()} for number, event in self.recent]
         return [{key: value for key, value in item.items() if key not in _PRIVATE} for item in shown]
 
@@ -120,14 +120,14 @@ def _headline(event: Event, status: Status) -> Status:
         case RunResumes():
             return _enter(status, event.at, "training", "", _next_step(status, status.step))
         case StepApplied(step=step):
-            if status.state == "waiting":  # an apply that was under way when a stage became empty
+            if status.state == "waiting":  # the apply was under way when a stage became empty
                 return replace(status, next=f"step {step + 1}, as soon as that has changed")
             return _enter(status, event.at, "training", "", _next_step(status, step))
         case RunRolledBack(stage=stage, from_step=before, to_step=step):
             reason = f"stage {stage} lost its state of step {before}; the run is back at step {step}"
             return _enter(status, event.at, "training", reason, _next_step(status, step))
         case RunEnded(reason=reason):
-            return _enter(status, event.at, "complete", reason, "nothing: the peers are told to leave")
+            return _enter(status, event.at, "complete", reason, "nothing: the peers leave")
     return status
 
 
@@ -158,7 +158,7 @@ def _facts(event: Event, status: Status) -> Status:
 
 
 def _enter(status: Status, at: float, state: str, reason: str, following: str | None = None) -> Status:
-    """A state; `since` stays when it is the same one for the same reason."""
+    """Enter a state. `since` does not change if state and reason are the same as before."""
     is_same = (status.state, status.reason) == (state, reason) or state == status.state == "training"
     since = status.since if is_same else at
     known = status.next if following is None else following

@@ -18,6 +18,7 @@ from swarmtrain.errors import ManifestError
 from swarmtrain.run.fields import key, one_line, read_section, rule_of, toml_value
 
 BOUNDARY_KINDS = ("subspace", "projected", "dense", "learned")
+OPTIMIZER_KINDS = ("adamw", "muon")
 MAX_MANIFEST_BYTES = 1 << 20
 _CODEC = r"[a-z0-9][a-z0-9+:=,.\-]{0,63}"
 
@@ -105,11 +106,16 @@ class BatchSection:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """AdamW, made of separately rounded operations."""
+    """How weights move: the same bits on every machine."""
 
+    kind: str = key("adamw, or muon for the blocks' matrices", default="adamw", choices=OPTIMIZER_KINDS)
     learning_rate: float = key("peak learning rate", low=0.0, high=1e3)
+    momentum: float = key("muon: decay of the momentum", default=0.95, low=0.0, high=0.999999)
+    adamw_rate: float = key(
+        "muon: embedding, head and norms learn by AdamW, at learning_rate times this", default=0.1, low=0.0, high=1e3
+    )
     beta1: float = key("decay of the first moment", default=0.9, low=0.0, high=0.999999)
     beta2: float = key("decay of the second moment", default=0.95, low=0.0, high=0.9999999)
     epsilon: float = key("added to the root of the second moment", default=1e-8, low=1e-16, high=1.0)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
+from swarmtrain.errors import DivergedError
 from swarmtrain.run.manifest import Manifest
+
+LARGEST_APPLIED = 2.0**60  # so that neither a momentum nor a square of it leaves the range of fp32
 
 
 def learning_rate(manifest: Manifest, step: int) -> float:
@@ -30,6 +33,16 @@ def gradient_scale(manifest: Manifest, squared_norms: list[float]) -> tuple[floa
     norm = math.sqrt(math.fsum(squared_norms)) * mean
     bound = manifest.optimizer.clip_norm
     return norm, mean * (bound / norm) if 0.0 < bound < norm else mean
+
+
+def check_norm(manifest: Manifest, step: int, norm: float, scale: float) -> None:
+    """DivergedError unless a gradient of this norm, times `scale`, can be applied in step `step`."""
+    fix = "lower optimizer.learning_rate"
+    if not norm < math.inf:
+        raise DivergedError(f"the gradient norm of step {step} is {norm}", fix=fix)
+    applied = norm * scale * manifest.batch.microbatches_per_step
+    if manifest.optimizer.kind == "muon" and not applied < LARGEST_APPLIED:
+        raise DivergedError(f"the gradient norm of step {step} is {applied:g}: too large to be applied", fix=fix)
 
 
 def mean_loss(losses: list[float]) -> float:

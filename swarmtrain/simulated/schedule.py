@@ -92,8 +92,8 @@ PEER_POINTS = (
     "after-forward",
     "before-backward",
     "before-answer",
-    "in-gift",
-    "given-work",
+    "in-steal",
+    "stolen-work",
     "in-prepare",
     "before-apply",
     "after-apply",
@@ -156,6 +156,9 @@ def draw(seed: int, *, standard: bool = False) -> Schedule:
     overrides += ["model.tie_embeddings=true"] if tied else []
     may_track = kind == "subspace" and reduce == "none" and not remembers
     overrides += ["boundary.track_every=2"] if may_track and rng.random() < 0.2 else []
+    # Drawn apart, so that the same seed still means the same faults.
+    is_muon = not standard and random.Random(f"optimizer:{seed}").random() < 0.3
+    overrides += ["optimizer.kind=muon", "optimizer.learning_rate=0.02"] if is_muon else []
     num_faults = 10 if standard else rng.choice((0, 1, 2, 3, 5, 8, 10, 12))
     peers = [f"peer{index}" for index in range(num_peers)]
     faults = sorted(

@@ -21,13 +21,13 @@ def common_stage_s(results: Sequence[RunResult]) -> float:
 
 
 def projected_seconds(result: RunResult, stage_s: float, bytes_per_s: float, tokens: int) -> float:
-    """How long `tokens` tokens take over such links."""
+    """The time for `tokens` tokens over such links."""
     costs = TokenCosts(stage_s, result.costs.codec_s, result.costs.forward_bytes, result.costs.backward_bytes)
     return tokens * seconds_per_token(costs, bytes_per_s)
 
 
 def shortest_s(results: Sequence[RunResult], stage_s: float, bytes_per_s: float) -> float:
-    """When the first method has seen all tokens: the mean over its seeds. Runs that diverged are not asked.
+    """The time at which the fastest method has seen all tokens, as a mean over its seeds. Diverged runs do not count.
 
     A method with a shorter schedule of its own does not end the race.
     """
@@ -41,9 +41,9 @@ def shortest_s(results: Sequence[RunResult], stage_s: float, bytes_per_s: float)
 
 
 def loss_at(result: RunResult, stage_s: float, bytes_per_s: float, seconds: float) -> float | None:
-    """The validation loss of a run after so much time over such links, on a line between its validations.
+    """The validation loss of a run after `seconds` over such links, interpolated linearly between its validations.
 
-    After its end it stays as it is. None before the first validation, and for a run that diverged.
+    After the end it is the last one. None before the first validation, and for a run that diverged.
     """
     if result.val_loss is None:
         return None
@@ -61,7 +61,7 @@ def loss_at(result: RunResult, stage_s: float, bytes_per_s: float, seconds: floa
 
 
 def paired_gaps(results: Sequence[RunResult], baseline: Sequence[RunResult]) -> list[float]:
-    """Validation loss above that of the baseline's run with the same seed; pairs of which one diverged are left out."""
+    """Validation loss minus that of the baseline's run with the same seed; pairs with a diverged run are left out."""
     known = {result.seed: result.val_loss for result in baseline}
     return [
         result.val_loss - base

@@ -1,4 +1,4 @@
-"""Gradients that are critical in some steps only: what a sender sees whose line is seldom the one that is waited for.
+"""Gradients that are critical in some steps only, as for a sender whose line is rarely the bottleneck.
 
 A trainer in one process has no lines, so its messages are all critical. Here they are so in one of N steps, all
 boundaries alike. In the other steps a `…:critical` codec sends exactly, and what it remembers grows old: the one case

@@ -1,8 +1,8 @@
-"""How long training would take over a link: a pipeline in its steady state, limited by its slowest part.
+"""The time of training over a link: a pipeline in steady state, limited by its slowest part.
 
 Every stage computes while its links carry other microbatches, and a link carries both directions at once. So the time
 per token is the largest of: a stage's computing, its encoding and decoding included, and the bytes that a boundary
-sends forward or backward. Filling the pipeline, latency and the reduction of gradients are left out: they are the same
+sends forward or backward. Filling the pipeline, latency and the all-reduce of gradients are left out: they are the same
 for every method that is compared here, or depend on the swarm.
 """
 
@@ -17,7 +17,7 @@ LINKS = {name: parse_rate(name) for name in ("20mbit", "80mbit", "500mbit", "100
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """What one token costs a method."""
+    """The cost of one token with a method."""
 
     stage_s: float  # computing, of one stage, forward and backward
     codec_s: float  # encoding and decoding, of one stage

@@ -1,8 +1,9 @@
-"""Method names: what the study compares, as a text that becomes a manifest.
+"""Names of methods: text that describes what a study compares, and becomes a manifest.
 
     dense  subspace  projected  learned  matched     boundary kinds; a number is the width k, as in subspace16
     subspace8-tracked50-rate2                        with the subspace moved every 50 steps, at this boundary.track_rate
     projected4-lr0.5  dense-steps60                  with half the learning rate; with a schedule of 60 steps
+    subspace8-muon0.02  dense-adamw4e-3              with this optimizer, at this learning rate
     fp16  quant4  topk10  ef21-topk10  lowrank8-lep  codecs (docs/codecs.md), on a dense boundary
     quant4/quant8                                    forward and backward apart
     subspace+quant8  learned16+quant4/quant8         a codec on another boundary
@@ -20,16 +21,17 @@ from swarmtrain.boundary import codec_pair
 from swarmtrain.codec import parse_pair
 from swarmtrain.codec.errors import CodecSpecError
 from swarmtrain.errors import UsageError
-from swarmtrain.run.manifest import Manifest, parse_manifest
+from swarmtrain.run.manifest import OPTIMIZER_KINDS, Manifest, parse_manifest
 
-_KIND = re.compile(r"(dense|subspace|projected|learned|matched)(\d{1,5})?((?:-[a-z]+[0-9.]+)*)", re.ASCII)
-_CHANGE = re.compile(r"-(?:(tracked|steps)(\d{1,6})|(rate|lr)(\d{1,4}(?:\.\d{1,6})?))", re.ASCII)
+_KIND = re.compile(r"(dense|subspace|projected|learned|matched)(\d{1,5})?((?:-[a-z]+[0-9.]+(?:e-\d)?)*)", re.ASCII)
+_CHANGE = re.compile(r"-(?:(tracked|steps)(\d{1,6})|(rate|lr|muon|adamw)(\d{1,4}(?:\.\d{1,6})?(?:e-\d)?))", re.ASCII)
 _EVERY = re.compile(r"(.*:(?:.*,)?critical)@(\d{1,6})", re.ASCII)
 _OPTION = re.compile(r"(carry|critical(@\d+)?|(group|values|factors|key)=[a-z0-9]+)", re.ASCII)
 _ALLOWED = (
     "a method is dense, subspace, projected, learned or matched (a number after it is k; -trackedN moves the subspace "
-    "every N steps, -rateX that far; -lrX multiplies the learning rate, -stepsN trains N steps), a codec as in quant4 "
-    "or quant4/quant8, or both joined by +; a codec with :critical may end in @N"
+    "every N steps, -rateX that far; -lrX multiplies the learning rate, -stepsN trains N steps, -muonX and -adamwX "
+    "train with that optimizer at the learning rate X), a codec as in quant4 or "
+    "quant4/quant8, or both joined by +; a codec with :critical may end in @N"
 )
 
 
@@ -42,16 +44,18 @@ class Method:
     k: int | None  # None: as in the manifest
     track_every: int
     track_rate: float | None  # None: as in the manifest
-    lr_factor: float  # times the manifest's learning rate
+    optimizer: str | None  # None: as in the manifest
+    learning_rate: float | None  # None: as in the manifest
+    lr_factor: float  # times that learning rate
     steps: int | None  # None: as in the manifest
     match_parameters: bool
     forward: str
     backward: str
-    critical_every: int  # of so many steps one has critical messages
+    critical_every: int  # one of so many steps has critical messages
 
     @property
     def file_name(self) -> str:
-        """The name, fit for a file."""
+        """The name as part of a file name."""
         return (
             self.name.replace("/", "_per_")
             .replace(":", "_")
@@ -71,9 +75,11 @@ class Method:
             match_parameters=self.match_parameters,
         )
         optimizer, schedule = manifest.optimizer, manifest.schedule
+        rate = optimizer.learning_rate if self.learning_rate is None else self.learning_rate
+        kind = optimizer.kind if self.optimizer is None else self.optimizer
         changed = replace(
             manifest,
-            optimizer=replace(optimizer, learning_rate=optimizer.learning_rate * self.lr_factor),
+            optimizer=replace(optimizer, kind=kind, learning_rate=rate * self.lr_factor),
             schedule=replace(schedule, steps=schedule.steps if self.steps is None else self.steps),
             run=replace(manifest.run, seed=seed),
             boundary=boundary,
@@ -87,7 +93,7 @@ class Method:
 
 
 def parse_method(text: str) -> Method:
-    """The method that `text` names. Raises UsageError that says what is allowed."""
+    """The method that `text` names; UsageError with what is allowed."""
     name = text.strip()
     scheduled = _EVERY.fullmatch(name)
     head, plus, tail = (scheduled[1] if scheduled else name).partition("+")
@@ -107,6 +113,10 @@ def parse_method(text: str) -> Method:
         raise UsageError(f"method {text!r}: dense has neither a width nor a subspace", fix=_ALLOWED)
     if "rate" in changes and "tracked" not in changes:
         raise UsageError(f"method {text!r}: -rate is that of -tracked, which is missing", fix=_ALLOWED)
+    optimizers = [word for word in OPTIMIZER_KINDS if word in changes]
+    if len(optimizers) > 1:
+        raise UsageError(f"method {text!r}: a method has one optimizer", fix=_ALLOWED)
+    optimizer = optimizers[0] if optimizers else None
     every = int(scheduled[2]) if scheduled else 1
     if every < 1:
         raise UsageError(f"method {text!r}: @ counts steps from 1", fix=_ALLOWED)
@@ -116,6 +126,8 @@ def parse_method(text: str) -> Method:
         k=int(width) if width else None,
         track_every=int(changes.get("tracked", 0)),
         track_rate=changes.get("rate"),
+        optimizer=optimizer,
+        learning_rate=changes[optimizer] if optimizer else None,
         lr_factor=changes.get("lr", 1.0),
         steps=int(changes["steps"]) if "steps" in changes else None,
         match_parameters=boundary == "matched",
@@ -126,7 +138,7 @@ def parse_method(text: str) -> Method:
 
 
 def _changes(text: str, tail: str) -> dict[str, float]:
-    """What the endings of a boundary kind say."""
+    """The settings in the suffixes of a boundary kind."""
     found: dict[str, float] = {}
     position = 0
     while position < len(tail):

@@ -12,11 +12,11 @@ from swarmtrain.study.links import LINKS
 from swarmtrain.study.results import RunResult
 
 _SIZE = (9.0, 6.0)
-Position = Callable[[RunResult, int], float]  # where on the horizontal axis a run is after so many tokens
+Position = Callable[[RunResult, int], float]  # the horizontal position of a run after so many tokens
 
 
 def draw(results: Sequence[RunResult], directory: Path, link: str, stage_s: float | None = None) -> list[Path]:
-    """Write the three plots as PNG; returns where they lie. `stage_s` as in `tables.rows`."""
+    """Write the three plots as PNG; returns their paths. `stage_s` as in `tables.rows`."""
     try:
         import matplotlib
     except ImportError as error:
@@ -70,7 +70,7 @@ def _plot(
 
 
 def _mean_curve(group: list[RunResult], position: Position) -> tuple[list[float], list[float]]:
-    """Points that all seeds have; what diverged is left out from there on."""
+    """Points that all seeds have; a diverged run has none from there on."""
     steps = sorted(set.intersection(*[{p.step for p in run.points if p.val_loss is not None} for run in group]))
     xs, ys = [], []
     for step in steps:

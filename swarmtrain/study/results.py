@@ -1,4 +1,4 @@
-"""What one training of the study came to, and its file: one JSON per method and seed, written when it is finished."""
+"""The result of one training, and its file: one JSON per method and seed, written when the training is finished."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from swarmtrain.study.links import TokenCosts
 
 @dataclass(frozen=True)
 class Point:
-    """Validation on the way."""
+    """A validation during training."""
 
     step: int
     tokens: int
-    val_loss: float | None  # None: not a number any more
+    val_loss: float | None  # None: not finite
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class RunResult:
     val_loss_codec_off: float | None
     points: tuple[Point, ...]
     costs: TokenCosts
-    diverged: str = ""  # why, if it did
+    diverged: str = ""  # the reason, if it diverged
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all."""
+        """Write the file atomically."""
         partial = path.with_suffix(".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,5 +77,5 @@ def _result(text: str) -> RunResult:
 
 
 def finite(value: float | None) -> float | None:
-    """The number, or None for what JSON has no word for."""
+    """The number, or None if it is not finite, which JSON cannot express."""
     return value if value is not None and math.isfinite(value) else None

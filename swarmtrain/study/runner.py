@@ -1,4 +1,4 @@
-"""Trains the methods of a study, one after the other, each with every seed. Finished ones are not trained again."""
+"""Trains the methods of a study, one after the other, with every seed. Finished trainings are not repeated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OnStep = Callable[["Progress"], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the study stands."""
+    """The progress of a study."""
 
     method: str
     seed: int
@@ -45,7 +45,7 @@ class Study:
     out: Path
 
     def runs(self) -> list[tuple[Method, int, Manifest]]:
-        """All trainings. Seed by seed, so that a study that is stopped early has every method."""
+        """All trainings, ordered by seed, so that a study that is stopped early has every method."""
         first = self.manifest.run.seed
         return [
             (method, seed, method.applied_to(self.manifest, seed=seed))
@@ -54,17 +54,17 @@ class Study:
         ]
 
     def path(self, method: Method, seed: int) -> Path:
-        """Where a result lies."""
+        """The file of a result."""
         return self.out / "runs" / f"{method.file_name}-seed{seed}.json"
 
     def results(self) -> list[RunResult]:
-        """What is finished, in the order of methods and seeds."""
+        """The finished results, in the order of methods and seeds."""
         found = [self._known(method, seed, manifest) for method, seed, manifest in self.runs()]
         order = {method.name: number for number, method in enumerate(self.methods)}
         return sorted((item for item in found if item), key=lambda item: (order[item.method], item.seed))
 
     def train(self, on_step: OnStep) -> Iterator[RunResult]:
-        """Train what is missing; yields each result once it is on disk."""
+        """Train the missing ones; yields each result once it is on disk."""
         missing = [run for run in self.runs() if self._known(*run) is None]
         started = time.monotonic()
         for number, (method, seed, manifest) in enumerate(missing):
@@ -99,7 +99,7 @@ class Study:
 
 
 def train_one(method: Method, seed: int, manifest: Manifest, tell: Callable[[int, float], None]) -> RunResult:
-    """One training. A run that diverges is a result, too."""
+    """One training. A run that diverges is a result as well."""
     trainer = ReferenceTrainer(manifest)
     if method.critical_every > 1:
         trainer.boundaries = [
@@ -149,7 +149,7 @@ def _loss(trainer: ReferenceTrainer, *, use_codec: bool) -> float | None:
 
 
 def _costs(trainer: ReferenceTrainer, compute_s: float) -> TokenCosts:
-    """Means over the run, of one token on one stage and one boundary. A run may have ended amid a step."""
+    """Means over the run, per token, stage and boundary. A run may have ended in the middle of a step."""
     manifest = trainer.manifest
     tokens_per_message = manifest.model.sequence_length * manifest.batch.sequences_per_microbatch
     tokens = max(1, trainer.steps_done) * manifest.tokens_per_step
@@ -157,7 +157,7 @@ def _costs(trainer: ReferenceTrainer, compute_s: float) -> TokenCosts:
     sent = {way: max(1, sum(item.num_messages for item in items)) * tokens_per_message for way, items in ways.items()}
     codec_s = {way: sum(item.encode_s + item.decode_s for item in items) for way, items in ways.items()}
     num_bytes = {way: sum(item.num_bytes for item in items) / sent[way] for way, items in ways.items()}
-    # A stage encodes and decodes once in each direction; what is left of the run is the stages' own work.
+    # A stage encodes and decodes once per direction; the rest of the time is the stages' own compute.
     return TokenCosts(
         stage_s=max(0.0, compute_s - sum(codec_s.values())) / tokens / manifest.stages.count,
         codec_s=sum(codec_s[way] / sent[way] for way in Direction),
@@ -167,7 +167,7 @@ def _costs(trainer: ReferenceTrainer, compute_s: float) -> TokenCosts:
 
 
 def study_manifest(manifest: Manifest) -> Manifest:
-    """The manifest with enough validation points for a curve, if it does not ask for any."""
+    """The manifest, with validation points for a curve if it has none."""
     if manifest.validation.every:
         return manifest
     every = max(1, manifest.schedule.steps // 10)

@@ -117,7 +117,7 @@ def as_csv(table: Sequence[Row]) -> str:
 
 
 def as_markdown(table: Sequence[Row]) -> str:
-    """For people: losses and gaps with the lowest and the highest, bytes, microseconds per token, seconds per link."""
+    """For people: losses and gaps with lowest and highest, bytes, microseconds per token, seconds per link."""
     lines = [
         "| method | parameters | validation loss (lowest - highest) | gap to `dense`, same seeds | codec off "
         "| bytes/token forward, backward | codec µs/token | seconds at 20, 80, 500 Mbit/s, 100 Gbit/s "

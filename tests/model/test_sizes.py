@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
-from swarmtrain.model.layout import boundary_width, plan_stages
-from swarmtrain.model.sizes import describe, id_type, stage_memory
+from swarmtrain.model.layout import StagePlan, TensorSpec, boundary_width, plan_stages
+from swarmtrain.model.sizes import describe, id_type, muon_working_bytes, stage_memory
 from swarmtrain.model.state import StageState
+from swarmtrain.model.workload import workload_of
 from swarmtrain.run.presets import PRESETS, preset
 
 from .chains import Chain, tiny
@@ -31,20 +35,59 @@ def test_wire_bytes_are_both_directions_and_the_id(kind: str) -> None:
     assert sizes.ratio == pytest.approx(128 / sizes.wire_bytes_per_token)
 
 
-@pytest.mark.parametrize("kind", ["subspace", "projected", "dense"])
-def test_memory_covers_what_a_stage_allocates(kind: str) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["subspace", "projected", "dense", "learned"])
+def test_memory_covers_what_a_stage_allocates(kind: str, optimizer: str) -> None:
     """Up to the padding of tensors to 64 bytes, and U."""
-    manifest = preset("nano", [f"boundary.kind={kind}"])
+    manifest = preset("nano", [f"boundary.kind={kind}", f"optimizer.kind={optimizer}"])
     for plan in plan_stages(manifest):
         state = StageState(manifest, plan.index)
         table = state.module.table
         held = 4 * (
             2 * state.parameters.numel() + state.second_moment.numel() + (table.numel() if table is not None else 0)
         )
-        held += 8 * state.gradient_size + 4 * state.parameters.numel()  # the exact sum, one microbatch's gradient
-        assert held <= stage_memory(manifest, plan) * 1.01
-        if kind != "projected":  # which keeps shorter second moments than it is counted for
-            assert held >= stage_memory(manifest, plan) * 0.99
+        held += 8 * state.gradient_size  # the exact sum
+        held += max(4 * state.parameters.numel(), muon_working_bytes(plan))  # one microbatch's gradient
+        promised = stage_memory(manifest, plan)
+        assert 0.99 * promised <= held <= 1.01 * promised
+        assert (muon_working_bytes(plan) > 0) == (optimizer == "muon")
+
+
+def test_with_muon_a_matrix_has_one_moment_less() -> None:
+    plain, muon = (preset("llama-1b", [f"optimizer.kind={kind}"]) for kind in ("adamw", "muon"))
+    for before, after in zip(plan_stages(plain), plan_stages(muon), strict=True):
+        in_blocks = sum(spec.num_elements for spec in after.tensors if spec.by_muon)
+        assert in_blocks == sum(
+            spec.num_elements for spec in before.tensors if ".a" in spec.name or ".m" in spec.name
+        ) - (
+            2 * len(before.layers) * plain.model.hidden_size  # gains of norms
+        )
+        assert before.state_elements - after.state_elements == in_blocks
+    assert workload_of(plain).state_bytes - workload_of(muon).state_bytes > 2.5e9
+
+
+WORK = """
+import resource, sys, torch
+from swarmtrain.model.muon import orthogonalized
+torch.set_num_threads(1)
+small = torch.randn(300, 300)
+orthogonalized(small)
+matrix = torch.randn(int(sys.argv[1]), int(sys.argv[2]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+orthogonalized(matrix)
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.parametrize("shape", [(1024, 4096), (4096, 1024), (24, 200_000)])
+def test_muon_works_in_the_space_that_is_counted(shape: tuple[int, int]) -> None:
+    """Measured in a process of its own: what it holds at most while it orthogonalises."""
+    answer = subprocess.run(
+        [sys.executable, "-c", WORK, *map(str, shape)], capture_output=True, text=True, timeout=600, check=True
+    )
+    spec = TensorSpec("matrix", shape, 1.0, by_muon=True)
+    counted = muon_working_bytes(StagePlan(0, 1, range(1), 0, (spec,)))
+    assert 0.3 * counted < int(answer.stdout) < 1.1 * counted
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ SERVING = PeerFacts("serving", stage=1, step=4, has_next=True, next_stage_peers=
         (replace(SERVING, coordinator_silent_s=11.0), Cause.COORDINATOR_AWAY, "the coordinator does not answer"),
         (replace(SERVING, state="paused"), Cause.PAUSED, "paused by its owner"),
         (replace(SERVING, state="syncing", sync_text="40 %"), Cause.SYNCING, "40 %"),
-        (replace(SERVING, state="joining"), Cause.JOINING, "waiting for the coordinator's word"),
+        (replace(SERVING, state="joining"), Cause.JOINING, "waiting for the coordinator's verdict"),
         (replace(SERVING, state="draining"), Cause.DRAINING, "finishing the step that it has work in"),
     ],
 )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from swarm.harness import PACE, Daemon, Swarm, ask_daemon, swarmtrain, tiny, until
 
-from swarmtrain.cli.status_text import status_text
+from swarmtrain.cli.status_text import status_lines
 from swarmtrain.observe.activity import Cause
 
 from .web import Samples, get, get_json, scrape, total, value
@@ -58,7 +58,7 @@ def idle_for(daemon: Daemon, cause: Cause, reason: str = "", *, timeout_s: float
         return found["cause"] == cause and reason in found["reason"]
 
     until(is_so, f"{daemon.name} is idle because of {cause} {reason}", timeout_s=timeout_s)
-    said = status_text(found)  # what the verb prints
+    said = "\n".join(status_lines(found))  # what the verb prints
     assert found["reason"]
     assert found["reason"] in said
     assert found["next"] in said

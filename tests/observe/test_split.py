@@ -97,4 +97,4 @@ def test_microbatch_times_split_a_microbatchs_stay() -> None:
     times = MicrobatchTimes()
     times.add(1.0, 2.0, 10.0)
     times.add(1.0, 2.0, 2.5)  # clocks of two threads: never below zero
-    assert (times.queue_s, times.compute_s, times.below_s, times.count) == (2.0, 4.0, 7.0, 2)
+    assert (times.queue_s, times.compute_s, times.downstream_s, times.count) == (2.0, 4.0, 7.0, 2)

@@ -23,7 +23,7 @@ MACHINE = replace(GAMING_GPU, tflops=10.0, memory_gb=10.0, up_mbit=800.0, down_m
 def workload(*tflop: float, **changes: object) -> Workload:
     plain = Workload(
         name="plain",
-        stages=tuple(StageWork(tflop=item, num_parameters=0, memory_bytes=10**9) for item in tflop),
+        stages=tuple(StageWork(tflop=item, num_parameters=0, state_bytes=0, memory_bytes=10**9) for item in tflop),
         boundary_bytes=1e3,
         token_bytes=100,
         tokens=1000,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swarmtrain.cli.status_text import status_text
+from swarmtrain.cli.status_text import status_lines
 from swarmtrain.observe.activity import Cause
 from swarmtrain.simulated.machine import EPOCH_S
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
@@ -24,7 +24,7 @@ def idle_for(swarm: SimulatedSwarm, life: Life, cause: Cause, reason: str = "") 
         return found["cause"] == cause and reason in found["reason"]
 
     wait_seen(swarm, is_so, f"{life.name} is idle because of {cause} {reason}")
-    said = status_text(found)  # what the verb prints
+    said = "\n".join(status_lines(found))  # what the verb prints
     assert found["reason"]
     assert found["reason"] in said
     assert found["next"] in said

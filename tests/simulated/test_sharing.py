@@ -14,7 +14,7 @@ from .scenes import arm, assert_reference, repetition, said, tiny, wait_said, wa
 
 # Passes that take as long on both stages: the last one does both in one job.
 PACES = ((0.1, 0.1), (0.2, 0.0))
-POINTS = ("in-gift", "given-work")
+POINTS = ("in-steal", "stolen-work")
 TWO_STAGES = ("stages.count=2", "model.num_layers=2", "batch.microbatches_per_step=16", "schedule.steps=4")
 
 
@@ -46,8 +46,8 @@ def test_work_that_waits_goes_to_a_peer_that_has_none(simulated: Make, reference
     ("action", "point", "stage"),
     [
         *product(("kill",), POINTS, (0, 1)),
-        *(("stop", "in-gift", 0), repetition(("stop", "in-gift", 1))),
-        *(repetition(("stop", "given-work", 0)), ("stop", "given-work", 1)),
+        *(("stop", "in-steal", 0), repetition(("stop", "in-steal", 1))),
+        *(repetition(("stop", "stolen-work", 0)), ("stop", "stolen-work", 1)),
         *(repetition(case) for case in product(("cut",), POINTS, (0, 1))),
     ],
 )

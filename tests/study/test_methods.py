@@ -68,6 +68,17 @@ def test_endings_change_what_they_name_and_nothing_else() -> None:
     assert (both.schedule.steps, both.wire.forward) == (60, "quant4")
 
 
+def test_a_method_may_name_its_optimizer() -> None:
+    base = preset("nano")
+    muon = parse_method("subspace8-muon0.02").applied_to(base, seed=base.run.seed)
+    assert (muon.optimizer.kind, muon.optimizer.learning_rate) == ("muon", 0.02)
+    slower = parse_method("subspace8-muon0.02-lr0.5-steps60").applied_to(base, seed=0)
+    assert (slower.optimizer.learning_rate, slower.schedule.steps) == (0.01, 60)
+    back = parse_method("dense-adamw4e-3").applied_to(muon, seed=0)
+    assert (back.optimizer.kind, back.optimizer.learning_rate) == ("adamw", 0.004)
+    assert parse_method("subspace8").applied_to(muon, seed=0).optimizer == muon.optimizer
+
+
 def test_at_says_how_often_messages_are_critical() -> None:
     found = parse_methods("lowrank4-lep:critical@4,lowrank4-lep:carry,critical@12,lowrank4:critical")
     assert [(method.critical_every, method.backward) for method in found] == [
@@ -90,6 +101,8 @@ def test_at_says_how_often_messages_are_critical() -> None:
         "subspace4-lr",
         "subspace4-lr2-lr2",
         "subspace4-foo2",
+        "subspace4-muon",
+        "subspace4-muon0.02-adamw0.02",
         "subspac",
         "quant5",
         "subspace+",
