@@ -14,7 +14,7 @@ from swarmtrain.sim.profiles import PeerProfile
 CODECS = ("bf16", "int8", "powersgd32")
 GOOD_SHARE = 0.8  # of a step that computes
 _WORTH = 1.05  # times the tokens per second
-_LARGEST_BATCH = 1 << 16
+_LARGEST_GROWTH = 8  # of the batch: a larger one learns less per token
 
 
 def advice(manifest: Manifest, profiles: Sequence[tuple[PeerProfile, float]], found: Forecast) -> str:
@@ -57,11 +57,10 @@ def _codec(manifest: Manifest, profiles: Sequence[tuple[PeerProfile, float]], fo
 
 
 def _batch(manifest: Manifest, profiles: Sequence[tuple[PeerProfile, float]], found: Forecast) -> str:
-    """The smallest power of two times the batch with which steps mostly compute."""
+    """The smallest batch with which steps mostly compute, or the largest that is worth trying."""
     batch, best = manifest.batch, found
-    while (
-        batch.microbatches_per_step < _LARGEST_BATCH and best.reduce_s + best.fill_s > (1.0 - GOOD_SHARE) * best.step_s
-    ):
+    largest = _LARGEST_GROWTH * batch.microbatches_per_step
+    while batch.microbatches_per_step < largest and best.reduce_s + best.fill_s > (1.0 - GOOD_SHARE) * best.step_s:
         batch = replace(batch, microbatches_per_step=2 * batch.microbatches_per_step)
         best = forecast(workload_of(replace(manifest, batch=batch)), profiles)
     if best.tokens_per_s <= _WORTH * found.tokens_per_s:
