@@ -27,7 +27,7 @@ from swarmtrain.p2p.errors import AddressInUseError, CannotListenError, DialResu
 from swarmtrain.p2p.host import Host
 from swarmtrain.p2p.network import HostOptions
 from swarmtrain.p2p.p2pd import bundled_p2pd
-from swarmtrain.peer.coordinator_link import directory_rules
+from swarmtrain.peer.contacts import directory_rules
 from swarmtrain.peer.options import choose_device
 from swarmtrain.run.invite import Invite
 from swarmtrain.units import show_gb

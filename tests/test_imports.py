@@ -22,7 +22,7 @@ FLOORS = [
     {"checkpoint", "machine"},
     {"chain"},
     {"peer", "coordinator", "sim", "reference"},
-    {"inference", "local", "audit", "doctor"},
+    {"inference", "local", "audit", "doctor", "terminal"},
     {"evaluate", "generate", "export", "soak", "study", "simulated"},
     {"cli"},
     {"__main__"},

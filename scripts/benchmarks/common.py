@@ -14,6 +14,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from rich.live import Live
+from rich.text import Text
+
+from swarmtrain.terminal import console
+
+# Without a thread that redraws: it would take time from what is measured.
+_LINE = Live(
+    console=console(sys.stderr), auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+)
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -69,10 +79,14 @@ def speed_ratios(seconds: Mapping[str, Sequence[float]], name: str, baseline: st
 
 
 def progress(text: str) -> None:
-    """What is going on, for a person at a terminal."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
+    """Show what is going on in the last line of a terminal; an empty text takes the line away."""
+    if not _LINE.console.is_interactive:
+        return
+    if text:
+        _LINE.start()
+        _LINE.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+    else:
+        _LINE.stop()
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

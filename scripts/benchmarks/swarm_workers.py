@@ -1,4 +1,4 @@
-"""Processes that the swarm benchmark measures: one end of a hop, or one peer of a reduction, ours and hivemind's.
+"""Processes that the swarm benchmark measures: one end of a hop, or one peer of an all-reduce, ours and hivemind's.
 
 Each is started with a JSON object of options on its command line, prints one JSON line when it is ready, and then
 answers every line it reads (a command) with one line (seconds, or an acknowledgement).
@@ -87,17 +87,17 @@ async def our_hop_client(options: dict[str, Any]) -> None:
     await host.close()
 
 
-async def our_reducer(options: dict[str, Any]) -> None:
-    """One of several peers that reduce a gradient; every attempt is a new roster entry of the same peers."""
+async def our_all_reduce(options: dict[str, Any]) -> None:
+    """One of several peers that all-reduce a gradient; every attempt has the same roster."""
     from swarmtrain.reduce.all_reduce import AllReduce
     from swarmtrain.reduce.partition import owned_elements
     from swarmtrain.rpc.errors import Refusal
     from swarmtrain.wire.messages import Prepare, ReduceShare, RosterEntry
 
-    reductions: dict[int, asyncio.Future[AllReduce]] = {}
+    attempts: dict[int, asyncio.Future[AllReduce]] = {}
 
     def all_reduce_of(attempt: int) -> asyncio.Future[AllReduce]:
-        return reductions.setdefault(attempt, asyncio.get_running_loop().create_future())
+        return attempts.setdefault(attempt, asyncio.get_running_loop().create_future())
 
     async def handle(part: Any, exchange: Any) -> Any:
         if not isinstance(part, ReduceShare):
@@ -117,9 +117,9 @@ async def our_reducer(options: dict[str, Any]) -> None:
         owned = owned_elements(options["size"], [(0.0, 0.0)] * len(peers))
         roster = tuple(RosterEntry(peer, "", b"\0\0\0\0", count) for peer, count in zip(peers, owned, strict=True))
         started = time.perf_counter()
-        reduction = AllReduce(node, Prepare("bench", 0, 0, 0, command["attempt"], roster), share)
-        all_reduce_of(command["attempt"]).set_result(reduction)
-        await reduction.run(out, deadline_s=120.0)
+        all_reduce = AllReduce(node, Prepare("bench", 0, 0, 0, command["attempt"], roster), share)
+        all_reduce_of(command["attempt"]).set_result(all_reduce)
+        await all_reduce.run(out)
         return {"seconds": time.perf_counter() - started, "sum": float(out.double().sum())}
 
     print(json.dumps({"peer": node.peer_id, "addresses": list(host.addresses())}), flush=True)

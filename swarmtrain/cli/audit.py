@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from swarmtrain.cli.options import JsonOption, print_json
-from swarmtrain.cli.terminal import say
 from swarmtrain.errors import ExitCode
+from swarmtrain.terminal import say
 
 
 def register(app: typer.Typer) -> None:

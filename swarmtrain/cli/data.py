@@ -11,7 +11,7 @@ import typer
 
 from swarmtrain.cli.numbers import MAX_COUNT, number
 from swarmtrain.cli.options import JsonOption, print_json
-from swarmtrain.cli.terminal import ProgressBar
+from swarmtrain.terminal import ProgressBar
 from swarmtrain.units import show_count, show_size
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import typer
 from swarmtrain.cli.numbers import MAX_GPU, number
 from swarmtrain.cli.options import JsonOption, print_json, state_home
 from swarmtrain.cli.places import find_invite
-from swarmtrain.cli.terminal import say
 from swarmtrain.errors import UsageError
+from swarmtrain.terminal import say
 
 if TYPE_CHECKING:
     from swarmtrain.doctor import Finding

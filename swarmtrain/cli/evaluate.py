@@ -16,7 +16,7 @@ from swarmtrain.cli.options import (
     print_json,
     use_threads,
 )
-from swarmtrain.cli.terminal import ProgressBar, counter
+from swarmtrain.terminal import ProgressBar, counter
 
 
 class Switch(StrEnum):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from swarmtrain.cli.options import CheckpointArgument, DataOption, JsonOption, print_json
-from swarmtrain.cli.terminal import ProgressBar, counter
+from swarmtrain.terminal import ProgressBar, counter
 
 
 class Dtype(StrEnum):

@@ -21,8 +21,8 @@ from swarmtrain.cli.options import (
     print_json,
     state_home,
 )
-from swarmtrain.cli.terminal import ProgressBar, on_terminal
 from swarmtrain.errors import UsageError
+from swarmtrain.terminal import ProgressBar, on_terminal
 from swarmtrain.units import parse_duration
 
 if TYPE_CHECKING:

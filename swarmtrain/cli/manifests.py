@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from swarmtrain.cli.options import JsonOption, ManifestArgument, SetOption, manifest_from, print_json
-from swarmtrain.cli.terminal import print_table, say
+from swarmtrain.terminal import print_table, say
 from swarmtrain.units import show_count, show_size
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmtrain.cli.options import JsonOption, ManifestArgument, SetOption, manifest_from, print_json
-from swarmtrain.cli.terminal import print_table, say
+from swarmtrain.terminal import print_table, say
 from swarmtrain.units import show_size
 
 if TYPE_CHECKING:

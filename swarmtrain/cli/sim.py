@@ -10,8 +10,8 @@ import typer
 
 from swarmtrain.cli.numbers import MAX_PEERS, MAX_SEED, number
 from swarmtrain.cli.options import JsonOption, manifest_from, print_json
-from swarmtrain.cli.terminal import ProgressBar, counter, print_table
 from swarmtrain.errors import UsageError
+from swarmtrain.terminal import ProgressBar, counter, print_table
 
 if TYPE_CHECKING:
     from swarmtrain.sim.run import Result

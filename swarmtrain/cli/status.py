@@ -11,8 +11,8 @@ import typer
 from swarmtrain.cli.options import JsonOption, print_json
 from swarmtrain.cli.places import running
 from swarmtrain.cli.status_text import status_lines
-from swarmtrain.cli.terminal import say
 from swarmtrain.errors import UsageError
+from swarmtrain.terminal import say
 
 StateDir = Annotated[Path | None, typer.Option(help="The daemon's state directory; default: all on this machine.")]
 

@@ -22,8 +22,8 @@ from swarmtrain.cli.options import (
     print_json,
     use_threads,
 )
-from swarmtrain.cli.terminal import ProgressBar
 from swarmtrain.errors import StorageError
+from swarmtrain.terminal import ProgressBar
 
 if TYPE_CHECKING:
     from swarmtrain.study.results import RunResult

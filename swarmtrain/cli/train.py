@@ -21,7 +21,7 @@ from swarmtrain.cli.options import (
     state_home,
     use_threads,
 )
-from swarmtrain.cli.terminal import ProgressBar, on_terminal
+from swarmtrain.terminal import ProgressBar, on_terminal
 
 if TYPE_CHECKING:
     from swarmtrain.reference import StepReport

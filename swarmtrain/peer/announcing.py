@@ -10,8 +10,7 @@ from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.peer.assignment import Assignment
-from swarmtrain.peer.compute import Kind
-from swarmtrain.peer.coordinator_link import CoordinatorLink
+from swarmtrain.peer.contacts import CoordinatorLink
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.waiting import wait_event
 from swarmtrain.wire.messages import STALLED
@@ -35,7 +34,7 @@ class Announcing:
     ) -> None:
         self._assignment, self._options = assignment, options
         self._directory, self._host, self._link = directory, host, link
-        self._topic = stage_topic(assignment.context.stage)
+        self._topic = stage_topic(assignment.peer.stage)
 
     async def run(self) -> None:
         """Announce now and then, and whenever something has changed, until it is cancelled."""
@@ -58,15 +57,15 @@ class Announcing:
         self._directory.withdraw(self._topic)
 
     def _record(self) -> PeerRecord:
-        assignment, context, options = self._assignment, self._assignment.context, self._options
-        times = context.compute.times
+        assignment, options = self._assignment, self._options
+        peer, stage = assignment.peer, assignment.stage
         return PeerRecord(
-            state=STALLED if context.device.hangs else context.state.value,
-            step=context.step,
-            incarnation=context.incarnation,
-            forward_ms=1000 * times.typical_s(Kind.FORWARD),
-            backward_ms=1000 * times.typical_s(Kind.BACKWARD),
-            queue_ms=1000 * context.compute.backlog_s(),
+            state=STALLED if stage.device.hangs else peer.state.value,
+            step=assignment.clock.step,
+            incarnation=peer.incarnation,
+            forward_ms=1000 * stage.forward_s,
+            backward_ms=1000 * stage.backward_s,
+            queue_ms=1000 * stage.compute.backlog_s(),
             up_bytes_per_s=options.max_up_bytes_per_s,
             relayed=options.behind_nat,
             addresses=self._host.addresses()[:4],
@@ -75,5 +74,5 @@ class Announcing:
             served_s=assignment.served_s,
             download_s=assignment.download_s,
             down_bytes_per_s=options.max_down_bytes_per_s,
-            state_term=context.state_term,
+            state_term=peer.state_term,
         )

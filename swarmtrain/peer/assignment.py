@@ -1,24 +1,87 @@
-"""One stay of a peer on one stage: since when it serves there, and who must hear at once of a change."""
+"""One stay of a peer on one stage: what hosts the stage, since when it serves there, and what ends the stay."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import replace
 
-from swarmtrain.peer.context import PeerContext, PeerState
+import torch
+
+from swarmtrain import world
+from swarmtrain.chain.dispatch import Dispatcher
+from swarmtrain.chain.neighbours import Neighbours, router_options
+from swarmtrain.codec.samples import SampleStore
+from swarmtrain.directory.directory import Directory
+from swarmtrain.observe.events import Events, PhaseReached
+from swarmtrain.p2p.network import NetworkHost
+from swarmtrain.peer.compute import ComputeThread, Kind
+from swarmtrain.peer.contacts import CoordinatorLink
+from swarmtrain.peer.identity import PeerIdentity, PeerState
+from swarmtrain.peer.options import Fit, PeerOptions
+from swarmtrain.peer.stage import Stage
+from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.route.moves import Mover
+from swarmtrain.route.router import STEALING_POLICIES
+from swarmtrain.rpc.node import Node
+from swarmtrain.run.manifest import Manifest
 
 DESERTED_S = 5.0  # a draining peer that does not hear the coordinator for so long need not wait for it
+MAX_LEDGER_BYTES = 4 << 30
+
+
+class Departure:
+    """Whether a peer goes, and why: to another stage, or out of the run."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self.from_stage, self.from_run = asyncio.Event(), asyncio.Event()
+        self.reason = "asked to leave"
+        self._stage = -1  # that it hosts
+        self.target: int | None = None  # the stage that it moves to
+
+    def leave(self, reason: str) -> None:
+        """Drain and go."""
+        self.reason = reason
+        self.from_run.set()
+        self.from_stage.set()
+
+    def move(self, target: int) -> None:
+        """Drain and take an assignment on another stage: the coordinator permits it."""
+        self.target = target
+        self._events.emit(PhaseReached("moving", f"stage {self._stage} -> {target}"))
+        if not self.from_run.is_set():
+            self.reason = f"moves to stage {target}"
+        self.from_stage.set()
+
+    def take_assignment(self, stage: int) -> None:
+        """A new stay begins: a former move is over, leaving the run is not."""
+        self._stage = stage
+        self.from_stage.clear()
+        if self.from_run.is_set():
+            self.from_stage.set()
 
 
 class Assignment:
     """The facts of one stay; touched on the event loop only."""
 
-    def __init__(self, number: int, context: PeerContext) -> None:
-        """`number` rises with every move."""
-        self.number, self.context = number, context
-        self.mover: Mover | None = None  # of a peer that may move
+    def __init__(
+        self,
+        number: int,
+        peer: PeerIdentity,
+        clock: StepClock,
+        stage: Stage,
+        dispatcher: Dispatcher | None,
+        heartbeat_now: asyncio.Event,
+        mover: Mover | None = None,
+    ) -> None:
+        """`number` rises with every move. `heartbeat_now` makes the peer speak to the coordinator at once.
+
+        `dispatcher` calls the next stage, None on the last one; `mover` belongs to a peer that may move.
+        """
+        self.number, self.peer, self.clock, self.stage = number, peer, clock, stage
+        self.dispatcher, self.heartbeat_now, self.mover = dispatcher, heartbeat_now, mover
         self.announce_now = asyncio.Event()
-        self.heartbeat_now = asyncio.Event()
         self.deserted = asyncio.Event()  # the coordinator has not been heard for long
         self._unneeded = asyncio.Event()  # nothing that this draining peer has computed can count any more
         self._serving_since: float | None = None
@@ -37,7 +100,7 @@ class Assignment:
 
     def serves(self) -> None:
         """joining or syncing -> serving."""
-        self.context.become(PeerState.SERVING)
+        self.peer.become(PeerState.SERVING)
         now = _now()
         self.download_s = now - self._syncing_since if self._syncing_since else 0.0
         self._serving_since, self._syncing_since = now, 0.0
@@ -49,38 +112,44 @@ class Assignment:
         self.announce_now.set()
 
     def changed(self) -> None:
-        """Everybody should hear of it now."""
+        """The coordinator and the peers upstream should hear of it now."""
         self.announce_now.set()
         self.heartbeat_now.set()
 
+    async def watch_device(self) -> None:
+        """Tell at once that the device hangs, or answers again, until cancelled."""
+        while True:
+            await self.stage.device.next_change()
+            self.changed()
+
     def unheard(self) -> None:
         """The coordinator did not answer."""
-        if _now() - self.context.contact_at > DESERTED_S:
+        if _now() - self.peer.contact_at > DESERTED_S:
             self.deserted.set()
 
     def heard_step(self, run_step: int, *, holds_sum: bool) -> None:
         """The coordinator counts `run_step` applied steps, and has heard that this peer drains.
 
-        Whose microbatches others have done is in no roster, and is not told to apply the step: this is how it learns
-        that its step is over, or was taken back. Who holds the reduced sum is told: a coordinator that was restarted
-        counts a step as soon as it is decided, and this peer may be the only one that can apply it.
+        A peer whose microbatches were recomputed elsewhere is in no roster, and is not told to apply the step: this is
+        how it learns that its step is over, or was taken back. A peer that holds the reduced sum is told: a coordinator
+        that was restarted counts a step as soon as it is decided, and this peer may be the only one that can apply it.
         """
-        context = self.context
-        may_count = len(context.ledger) > 0 and context.step <= run_step <= context.step + holds_sum
-        if context.state is PeerState.DRAINING and not may_count:
+        clock = self.clock
+        may_count = len(clock.ledger) > 0 and clock.step <= run_step <= clock.step + holds_sum
+        if self.peer.state is PeerState.DRAINING and not may_count:
             self._unneeded.set()
 
     async def drained(self, timeout_s: float) -> None:
         """Wait until what is in the ledger has been applied, or the step was done without it; within the stated time.
 
-        Not without a coordinator: nobody would apply it, and whoever coordinates later has it computed again.
+        Not without a coordinator: none would apply it, and the next one has it computed again.
         """
-        context = self.context
-        if len(context.ledger) == 0:
+        clock = self.clock
+        if len(clock.ledger) == 0:
             return
-        if _now() - context.contact_at <= DESERTED_S:
+        if _now() - self.peer.contact_at <= DESERTED_S:
             self.deserted.clear()  # it was heard since
-        events = (_passed(context, context.step), self.deserted.wait(), self._unneeded.wait())
+        events = (clock.passed(clock.step), self.deserted.wait(), self._unneeded.wait())
         waits = [asyncio.ensure_future(event) for event in events]
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -90,9 +159,57 @@ class Assignment:
             await asyncio.gather(*waits, return_exceptions=True)
 
 
-async def _passed(context: PeerContext, step: int) -> None:
-    async with context.step_changed:
-        await context.step_changed.wait_for(lambda: context.step > step)
+async def open_assignment(
+    stack: contextlib.AsyncExitStack,
+    number: int,
+    options: PeerOptions,
+    incarnation: str,
+    manifest: Manifest,
+    fit: Fit,
+    *,
+    link: CoordinatorLink,
+    host: NetworkHost,
+    node: Node,
+    directory: Directory,
+) -> Assignment:
+    """Build the stage that `options` name: its tensors, its compute thread, its way to the next stage.
+
+    `stack` ends what was started for it.
+    """
+    torch.set_num_threads(options.threads)
+    forward_s, backward_s = options.faults.pace_s
+    compute = ComputeThread(at_least_s={Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s})
+    stack.push_async_callback(compute.stop)
+    stage = await Stage.build(
+        manifest,
+        compute,
+        options.stage,
+        options.device,
+        graph_budget_bytes=fit.graph_budget_bytes,
+        make_store=lambda: SampleStore(options.state_dir, options.max_samples_bytes),
+    )
+    dispatcher: Dispatcher | None = None
+    if options.stage < manifest.stages.count - 1:
+        downstream = options.stage + 1
+        routing = router_options(manifest, downstream, options.max_up_bytes_per_s)
+        neighbours = Neighbours(downstream, host, node, directory, policy=options.route, options=routing)
+        neighbours.start()
+        stack.push_async_callback(neighbours.close)
+        dispatcher = Dispatcher(node, neighbours)
+    peer = PeerIdentity(
+        options.invite.run_id,
+        options.stage,
+        incarnation,
+        node,
+        authority=link,
+        faults=replace(options.faults, cut=node.cut),
+        shares_work=options.route in STEALING_POLICIES,
+    )
+    clock = StepClock(peer, min(MAX_LEDGER_BYTES, fit.available_bytes // 4))
+    mover: Mover | None = None
+    if options.may_move:
+        mover = Mover(node.peer_id, options.stage, number, world.random(), link.rules.second_look_s)
+    return Assignment(number, peer, clock, stage, dispatcher, link.heartbeat_now, mover)
 
 
 def _now() -> float:

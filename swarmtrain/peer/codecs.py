@@ -2,11 +2,15 @@
 
 A codec with memory must know whether its message was used. So every message that went out leaves a ticket, which is
 settled when the step ends, when the microbatch is given up, or (sticky codecs) when the partner has answered.
+
+`Fidelity` and `CodecTimes` know what codecs lose and cost, from a few of the sent tensors that are decoded once more as
+their receivers will.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from fractions import Fraction
@@ -35,13 +39,15 @@ from swarmtrain.codec import (
 from swarmtrain.codec.errors import CodecError, NeedKeyframe
 from swarmtrain.codec.samples import SampleStore
 from swarmtrain.codec.spec import CastSpec, CriticalSpec, TopKSpec, sends_mask
+from swarmtrain.codec.tensors import plain
 from swarmtrain.codec.watch import ResidualWatch
 from swarmtrain.model.layout import boundary_width
 from swarmtrain.model.sizes import id_type
 from swarmtrain.model.state import StageState
-from swarmtrain.peer.fidelity import CodecTimes, Fidelity
 from swarmtrain.peer.ledger import Entry, Raw
 from swarmtrain.run.manifest import Manifest
+
+SAMPLE_EVERY = 64  # messages of a direction; the first is one. Decoding all of them would cost what the receiver pays
 
 
 class BadTensor(ValueError):
@@ -186,7 +192,7 @@ class StageCodecs:
             raise BadTensor(str(error)) from error
 
     def whole(self, tensor: Tensor) -> bytes:
-        """A payload that anybody decodes to exactly this tensor: for the ledger, and for other partners."""
+        """A payload that every peer decodes to exactly this tensor: for the ledger, and for other partners."""
         encoder = make_encoder(CastSpec("fp32"), boundary=0, direction=Direction.FORWARD)
         return encoder.encode(tensor, MessageContext(0, Direction.FORWARD)).payload
 
@@ -304,3 +310,52 @@ class StageCodecs:
             again = rows[:number].count(row).to_bytes(4, "little")
             names.append(int.from_bytes(hashlib.blake2b(row + again, digest_size=8).digest(), "little"))
         return tuple(names)
+
+
+class Fidelity:
+    """Relative errors by direction. `look` is the compute thread's; `errors` may be read anywhere."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._num_sent: Counter[Direction] = Counter()
+        self.errors: dict[str, float] = {}
+
+    def look(self, tensor: Tensor, encoded: Encoded, context: MessageContext, aux: Aux | None = None) -> None:
+        """Note `tensor`'s relative error, the norm of what is lost over its own, if it is this message's turn."""
+        number = self._num_sent[context.direction]
+        self._num_sent[context.direction] += 1
+        if number % SAMPLE_EVERY:
+            return
+        sent = plain(tensor)
+        received = encoded.received
+        if received is None:
+            received = decode(encoded.payload, context, aux, limits=self._limits).tensor
+        norm = _norm(sent)
+        self.errors[context.direction.name.lower()] = _norm(plain(received) - sent) / norm if norm else 0.0
+
+
+class CodecTimes:
+    """Seconds that a message costs both ends, exact (False) and compressed (True). It may be read anywhere."""
+
+    def __init__(self) -> None:
+        self._num_sent: Counter[bool] = Counter()
+        self._encode_s: dict[bool, float] = {}
+        self._decode_s: dict[bool, float] = {}
+
+    def add(self, compressed: bool, encode_s: float, decode: Callable[[], object]) -> None:
+        """A message took `encode_s`; `decode` does what its receiver does, and is timed now and then."""
+        if self._num_sent[compressed] % SAMPLE_EVERY == 0:
+            started = world.monotonic()
+            decode()
+            self._decode_s[compressed] = world.monotonic() - started
+        self._num_sent[compressed] += 1
+        known = self._encode_s.get(compressed, encode_s)
+        self._encode_s[compressed] = 0.8 * known + 0.2 * encode_s
+
+    def seconds(self, compressed: bool) -> float:
+        """Encoding and decoding; 0 before the first message of this kind."""
+        return self._encode_s.get(compressed, 0.0) + self._decode_s.get(compressed, 0.0)
+
+
+def _norm(numbers: Tensor) -> float:
+    return float(torch.linalg.vector_norm(numbers, dtype=torch.float64))

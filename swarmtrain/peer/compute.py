@@ -2,7 +2,13 @@
 
 Step work (prepare, apply) before backward before forward before validation; within one kind the older microbatch
 first. So a stage drains before it fills, and queues stay short. When a pass begins or ends and nothing else waits, the
-thread says so, unless its last pass has failed: a machine on which passes fail is soon done with any amount of work.
+thread sets `ran_out`, unless its last pass has failed: a machine on which passes fail is soon done with any amount of
+work.
+
+`DeviceWatch` notices a device that hangs while the event loop lives. The peer then says so itself, once, and takes no
+work until the device answers: no other peer can tell a hang from slow work in less than a deadline, and each would pay
+that deadline in every step and for every microbatch. What the hanging job was at stays in the ledger and counts if it
+ends after all.
 """
 
 from __future__ import annotations
@@ -10,18 +16,23 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import logging
 import statistics
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from threading import Lock
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from swarmtrain import world
 from swarmtrain.observe.split import Part, TimeSplit
+from swarmtrain.rpc.errors import Refusal
+from swarmtrain.wire.messages import Code
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class Kind(IntEnum):
@@ -159,7 +170,7 @@ class ComputeThread:
         self._idle_since = world.monotonic()
         self.times = ComputeTimes()
         self._running: tuple[Kind, float] | None = None  # since when; written by the thread
-        self.on_running_out: Callable[[], None] = _nobody_cares  # called on the loop
+        self.ran_out = asyncio.Event()  # a pass began or ended, and nothing waits; cleared by the task that acts on it
         self._engine = world.start_engine("compute", self._take)
 
     async def run(self, kind: Kind, microbatch: int, work: Callable[[], T]) -> Timed[T]:
@@ -196,7 +207,7 @@ class ComputeThread:
     def withdraw(self, kind: Kind, may_go: Callable[[int], bool]) -> int | None:
         """Take the waiting job of this kind that would run last out of the queue, of those whose microbatch may go.
 
-        Returns its microbatch; whoever waits for the job gets `Withdrawn`.
+        Returns its microbatch; the caller that waits for the job gets `Withdrawn`.
         """
         with self._lock:
             waiting = [job for job in self._jobs if job.kind is kind and not job.future.done()]
@@ -235,7 +246,7 @@ class ComputeThread:
             self._running = (job.kind, job.began)
             self.split.take()
             if is_last:
-                self._loop.call_soon_threadsafe(self.on_running_out)
+                self._loop.call_soon_threadsafe(self.ran_out.set)
             return job
 
     def job_finished(self, job: _Job, run_s: float) -> None:
@@ -247,8 +258,68 @@ class ComputeThread:
         if job.kind in PASSES:
             self._has_failed = job.error is not None
             if not self._jobs and not self._has_failed:
-                self._loop.call_soon_threadsafe(self.on_running_out)
+                self._loop.call_soon_threadsafe(self.ran_out.set)
 
 
-def _nobody_cares() -> None:
-    pass
+DEVICE_LOOK_S = 1.0  # how often the thread is looked at
+RETRY_S = 5.0  # what callers are told
+
+
+class DeviceWatch:
+    """Whether the device of one compute thread hangs."""
+
+    def __init__(self, compute: ComputeThread) -> None:
+        self._compute = compute
+        self._hanging = asyncio.Event()
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it does not answer."""
+        return self._hanging.is_set()
+
+    async def next_change(self) -> bool:
+        """Look now and then until the device begins to hang, or answers again; whether it hangs now."""
+        while True:
+            await asyncio.sleep(DEVICE_LOOK_S)
+            if self._compute.hangs and not self.hangs:
+                log.warning("the device does not answer: this peer takes no work until it does")
+                self._hanging.set()
+                return True
+            if self.hangs and not self._compute.hangs:
+                log.warning("the device answers again")
+                self._hanging.clear()
+                return False
+
+    def check(self) -> None:
+        """Refuse what needs the device while it hangs."""
+        if self.hangs:
+            raise Refusal(Code.NOT_SERVING, "the device of this peer does not answer", RETRY_S)
+
+    async def unless_it_hangs(self, work: Awaitable[T]) -> T:
+        """What `work` comes to. If the device begins to hang before, the caller is refused; the work goes on."""
+        task = asyncio.ensure_future(work)
+        try:
+            is_done = await self.ends(task)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not is_done:
+            task.add_done_callback(_see_exception)
+            self.check()
+        return await task
+
+    async def ends(self, task: asyncio.Future[T]) -> bool:
+        """Wait for a task, but not while the device hangs; whether it has ended."""
+        hanging = asyncio.ensure_future(self._hanging.wait())
+        try:
+            waiting: set[asyncio.Future[Any]] = {task, hanging}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hanging.cancel()
+        return task.done()
+
+
+def _see_exception(task: asyncio.Future[T]) -> None:
+    """Its waiter was refused; its error is not lost without a word."""
+    if not task.cancelled():
+        task.exception()

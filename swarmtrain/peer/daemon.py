@@ -1,42 +1,46 @@
 """The volunteer's daemon: joining -> syncing -> serving -> draining -> gone.
 
 One process: the event loop owns the network and all state, one compute thread owns the tensors, and the only child is
-libp2p's own daemon. What the peer does with a message is in microbatch.py and steps.py, its life with the coordinator
-in heartbeats.py; this file is its way in and out.
+libp2p's own daemon. This file is the way in and out, and says which message is answered where. One stay on a stage is
+in `assignment.py`, the life with the coordinator in `heartbeats.py`, the work in `microbatch.py` and `step.py`.
+
+A coordinator may be away for minutes, and a daemon that has ended may stay so until its owner looks: so a peer that
+cannot find its run waits (`Patience`). What no waiting can mend, as an invite that is not one or a run that does
+not want this peer, ends the daemon at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from swarmtrain import world
 from swarmtrain.directory.directory import Directory, DirectoryOptions
+from swarmtrain.errors import SwarmtrainError, UsageError
 from swarmtrain.machine import Machine, ThisMachine
+from swarmtrain.observe.control import Command
 from swarmtrain.observe.events import Events, PeerEnded, PhaseReached
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.service import peer_routes
+from swarmtrain.p2p.errors import BootstrapError
 from swarmtrain.p2p.network import HostOptions, NetworkHost
 from swarmtrain.peer.announcing import Announcing
-from swarmtrain.peer.assignment import Assignment
-from swarmtrain.peer.building import build_context
+from swarmtrain.peer.assignment import Assignment, Departure, open_assignment
 from swarmtrain.peer.compute import Stopped
-from swarmtrain.peer.context import PeerContext, PeerState
-from swarmtrain.peer.control import control_commands
-from swarmtrain.peer.coordinator_link import CoordinatorLink, directory_rules
+from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, Strangers, directory_rules
 from swarmtrain.peer.heartbeats import HeartbeatLoop
+from swarmtrain.peer.identity import PeerState
+from swarmtrain.peer.join import Syncing
 from swarmtrain.peer.microbatch import Microbatches
 from swarmtrain.peer.moving import Moving
 from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import AUTO, PeerOptions, check_fit, fitting_stages
-from swarmtrain.peer.patience import Patience
-from swarmtrain.peer.steps import Steps
-from swarmtrain.peer.syncing import Syncing
-from swarmtrain.route.moves import Mover
+from swarmtrain.peer.step import StepProtocol
+from swarmtrain.peer.work_stealing import Thief, Victim
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.rpc.limits import RateLimiter
@@ -63,6 +67,11 @@ from swarmtrain.wire.schema import Message
 
 T = TypeVar("T")
 
+FIRST_PAUSE_S = 1.0
+LAST_PAUSE_S = 15.0
+ATTEMPT_S = 10.0  # one attempt at finding the coordinator: after that the peer says that it waits
+REMIND_S = 60.0  # how often it says so while nothing changes
+
 
 @dataclass(frozen=True)
 class _Joined:
@@ -74,6 +83,7 @@ class _Joined:
     link: CoordinatorLink
     manifest: Manifest
     limiter: RateLimiter
+    strangers: Strangers
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,7 @@ class _Settled:
     heartbeats: HeartbeatLoop
     announcing: Announcing
     observer: PeerObserver
+    thief: Thief
 
 
 class PeerDaemon:
@@ -95,30 +106,25 @@ class PeerDaemon:
         events.add(self.keeper)
         self.incarnation = world.token_hex(8)
         self._assignment_number = int(1000 * world.wall())  # above those of former lives
-        self._target = options.stage
-        self._going = asyncio.Event()  # leaves its stage: to go, or to move to another one
-        self._leaving = asyncio.Event()
-        self._leave_reason = "asked to leave"
+        self.departure = Departure(events)
         self._handlers: dict[type[Message], Callable[[Any, Exchange], Any]] = {}
-        self.settled: PeerContext | None = None  # while it hosts a stage
+        self.assignment: Assignment | None = None  # while it hosts a stage
 
     async def run(self) -> None:
         """Join, serve until asked to leave or the run ends, drain, go."""
         async with contextlib.AsyncExitStack() as stack:
             joined = await self._unless_leaving(self._join(stack))
-            while joined is not None and not self._leaving.is_set():
+            while joined is not None and not self.departure.from_run.is_set():
                 await self._take_assignment(joined)
-            self._say_phase("gone", self._leave_reason)
+            self._say_phase("gone", self.departure.reason)
 
     def leave(self, reason: str) -> None:
         """Drain and go. Safe to call from a signal handler on the loop."""
-        self._leave_reason = reason
-        self._leaving.set()
-        self._going.set()
+        self.departure.leave(reason)
 
     async def _unless_leaving(self, joining: Coroutine[Any, Any, T]) -> T | None:
         """What `joining` comes to; None if this peer is asked to leave before."""
-        task, leaving = asyncio.create_task(joining), asyncio.create_task(self._leaving.wait())
+        task, leaving = asyncio.create_task(joining), asyncio.create_task(self.departure.from_run.wait())
         try:
             await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() else None
@@ -138,17 +144,18 @@ class PeerDaemon:
             max_up_bytes_per_s=options.max_up_bytes_per_s or None,
             max_down_bytes_per_s=options.max_down_bytes_per_s or None,
         )
-        node = Node(host, MESSAGES, self._handle, limiter=limiter)
-        stack.push_async_callback(node.close)
         rules = directory_rules(options.invite)
         directory = await Directory.start(host, options.invite.run_id, DirectoryOptions(rules=rules))
         stack.push_async_callback(directory.close)
+        strangers = Strangers(host, directory)
+        node = Node(host, MESSAGES, self._handle, limiter=limiter, look_up=strangers.meet)
+        stack.push_async_callback(node.close)
         self._say_phase("network", ", ".join(host.addresses()[:2]))
         link = CoordinatorLink(options.invite, host, node, directory)
         self._handlers = self._handlers_between_assignments(link)
         manifest = await patience.insist(link.fetch_run, is_over=lambda: link.is_over)
         self._say_phase("manifest", f"{manifest.run.name} {manifest.digest()[:12]}")
-        return _Joined(host, node, directory, link, manifest, limiter)
+        return _Joined(host, node, directory, link, manifest, limiter, strangers)
 
     async def _start_host(self) -> NetworkHost:
         options = self.options
@@ -170,10 +177,10 @@ class PeerDaemon:
             settled = await self._unless_leaving(self._settle(stack, joined))
             if settled is not None:
                 await self._serve(joined, settled)
-            self._handlers, self.settled = self._handlers_between_assignments(joined.link), None
+            self._handlers, self.assignment = self._handlers_between_assignments(joined.link), None
 
     async def _settle(self, stack: contextlib.AsyncExitStack, joined: _Joined) -> _Settled:
-        """The stage: which one, whether it fits, its tensors, and who answers for it."""
+        """The stage: which one, whether it fits, its tensors, and what answers its messages."""
         link, manifest = joined.link, joined.manifest
         if self.options.stage == AUTO:
             stages = fitting_stages(manifest, self.options)
@@ -184,8 +191,11 @@ class PeerDaemon:
         options = self.options
         fit = check_fit(manifest, options)
         self._say_phase("fit", f"{show_size(fit.needed_bytes)} of {show_size(fit.available_bytes)}")
-        context = await build_context(
+        ends = (0, manifest.stages.count - 1) if manifest.model.tie_embeddings else ()
+        joined.strangers.expect_from((options.stage, *ends))
+        assignment = await open_assignment(
             stack,
+            self._assignment_number,
             options,
             self.incarnation,
             manifest,
@@ -195,63 +205,71 @@ class PeerDaemon:
             node=joined.node,
             directory=joined.directory,
         )
-        assignment, steps = Assignment(self._assignment_number, context), Steps(context)
-        link.on_doubt = assignment.heartbeat_now.set
-        syncing = Syncing(context, steps, self.events)
-        observer = PeerObserver(context, steps, self.keeper, self.events, joined.limiter)
+        peer, clock, stage, dispatcher = assignment.peer, assignment.clock, assignment.stage, assignment.dispatcher
+        steps = StepProtocol(peer, clock, stage)
+        syncing = Syncing(peer, clock, stage, steps, self.events)
+        thief, victim = Thief(peer, clock, stage), Victim(peer, clock, stage)
+        microbatches = Microbatches(peer, clock, stage, dispatcher, thief, max_queue=options.max_queue)
+        observer = PeerObserver(peer, clock, stage, steps, dispatcher, self.keeper, self.events, joined.limiter)
+        await self._serve_control(stack, assignment, observer)
         heartbeats = HeartbeatLoop(
-            assignment, options, link, steps, syncing, observer, leave=self.leave, say_phase=self._say_phase
+            assignment,
+            options,
+            link,
+            steps,
+            syncing,
+            observer,
+            self.events,
+            self.departure,
+            metrics_at=await self._serve_metrics(stack, observer),
         )
         announcing = Announcing(assignment, options, joined.directory, joined.host, link)
-        microbatches = Microbatches(context)
-        stack.push_async_callback(microbatches.thief.close)
-        self._handlers = _handlers(microbatches, steps, syncing, heartbeats)
-        self.settled = context
-        await self._control(stack, assignment, observer)
-        heartbeats.metrics_at = await self._serve_metrics(stack, observer)
-        return _Settled(assignment, heartbeats, announcing, observer)
+        self._handlers = {
+            Work: microbatches.work,
+            StealRequest: victim.steal,
+            Replay: microbatches.replay,
+            Prepare: steps.prepare,
+            ReduceShare: steps.reduce_share,
+            Apply: steps.apply,
+            FetchBasis: steps.bases.fetch,
+            FetchState: syncing.fetch_state,
+            FetchDigests: syncing.fetch_digests,
+            Leave: heartbeats.told_to_leave,
+            Resync: heartbeats.told_to_sync,
+        }
+        self.assignment = assignment
+        return _Settled(assignment, heartbeats, announcing, observer, thief)
 
     async def _serve(self, joined: _Joined, settled: _Settled) -> None:
         """Be part of the run until asked to leave, or permitted to move."""
-        assignment, context = settled.assignment, settled.assignment.context
-        second_look_s = joined.link.rules.second_look_s
-        mover = Mover(context.node.peer_id, context.stage, assignment.number, world.random(), second_look_s)
-        self._going.clear()
-        if self._leaving.is_set():
-            self._going.set()
+        assignment, peer, departure = settled.assignment, settled.assignment.peer, self.departure
+        departure.take_assignment(peer.stage)
         async with asyncio.TaskGroup() as tasks:
             helpers = [
                 tasks.create_task(settled.heartbeats.run()),
                 tasks.create_task(settled.announcing.run()),
                 tasks.create_task(settled.observer.watch()),
-                tasks.create_task(context.device.run(assignment.changed)),
+                tasks.create_task(settled.thief.run()),
+                tasks.create_task(assignment.watch_device()),
             ]
-            if self.options.may_move:
-                moving = Moving(context, joined.link, joined.directory, mover, self._move)
-                assignment.mover = mover
+            if assignment.mover is not None:
+                moving = Moving(peer, joined.manifest, joined.link, joined.directory, assignment.mover, departure)
                 helpers.append(tasks.create_task(moving.run()))
-            await self._going.wait()
-            context.become(PeerState.DRAINING)  # takes no new work
-            self._say_phase("draining", self._leave_reason)
+            await departure.from_stage.wait()
+            peer.become(PeerState.DRAINING)  # takes no new work
+            self._say_phase("draining", departure.reason)
             assignment.changed()
             await assignment.drained(self.options.drain_s)
             for helper in helpers:
                 helper.cancel()
         await settled.heartbeats.say_goodbye()
-        await settled.announcing.withdraw(moves=not self._leaving.is_set())
-        self._say_ended(context)
-        if not self._leaving.is_set():
-            self._assignment_number = max(mover.version, assignment.number) + 1
+        await settled.announcing.withdraw(moves=not departure.from_run.is_set())
+        self._say_ended(assignment)
+        if not departure.from_run.is_set():
+            assert departure.target is not None
+            self._assignment_number = assignment.version + 1
             self.incarnation = world.token_hex(8)
-            self.options = replace(self.options, stage=self._target)
-
-    def _move(self, target: int) -> None:
-        """The coordinator permits this peer to go to another stage."""
-        self._target = target
-        self._say_phase("moving", f"stage {self.options.stage} -> {target}")
-        if not self._leaving.is_set():
-            self._leave_reason = f"moves to stage {target}"
-        self._going.set()
+            self.options = replace(self.options, stage=departure.target)
 
     async def _handle(self, message: Message, exchange: Exchange) -> Message:
         handler = self._handlers.get(type(message))
@@ -266,7 +284,7 @@ class PeerDaemon:
     def _handlers_between_assignments(
         self, link: CoordinatorLink
     ) -> dict[type[Message], Callable[[Any, Exchange], Any]]:
-        """Who hosts no stage yet, or moves to another one, is still told that the run is complete."""
+        """A peer that hosts no stage yet, or moves to another one, is still told that the run is complete."""
 
         async def told_to_leave(message: Leave, exchange: Exchange) -> Acknowledged:
             await link.check_coordinator(exchange.peer_id, message.run, message.term)
@@ -275,15 +293,46 @@ class PeerDaemon:
 
         return {Leave: told_to_leave}
 
-    async def _control(self, stack: contextlib.AsyncExitStack, assignment: Assignment, observer: PeerObserver) -> None:
-        def change(state: PeerState, reason: str) -> None:
-            assignment.context.become(state)
-            self._say_phase(state.value, reason)
-            assignment.changed()
+    async def _serve_control(
+        self, stack: contextlib.AsyncExitStack, assignment: Assignment, observer: PeerObserver
+    ) -> None:
+        """What the owner may ask on the local control socket: status, drain, pause, resume; and under test, cut."""
+        peer = assignment.peer
 
-        commands = control_commands(assignment.context, observer.snapshot, self.leave, change)
+        async def status(request: dict[str, Any]) -> dict[str, Any]:
+            return observer.snapshot()
+
+        async def drain(request: dict[str, Any]) -> dict[str, Any]:
+            self.leave("asked to drain")
+            return {"ok": True}
+
+        async def pause(request: dict[str, Any]) -> dict[str, Any]:
+            """A paused peer takes no new work, answers for its ledger, and takes part in the step's all-reduce."""
+            if peer.state not in (PeerState.SERVING, PeerState.PAUSED):
+                raise UsageError(f"this peer is {peer.state}; only a serving one can be paused")
+            self._change(assignment, PeerState.PAUSED, "asked to pause")
+            return {"ok": True}
+
+        async def resume(request: dict[str, Any]) -> dict[str, Any]:
+            """Offer itself again; the coordinator says whether the state is still the run's or must be fetched."""
+            if peer.state is PeerState.PAUSED:
+                self._change(assignment, PeerState.JOINING, "asked to resume")
+            return {"ok": True}
+
+        async def cut(request: dict[str, Any]) -> dict[str, Any]:
+            peer.node.cut()
+            return {"ok": True}
+
+        commands: dict[str, Command] = {"status": status, "drain": drain, "pause": pause, "resume": resume}
+        if peer.faults.is_enabled:
+            commands["cut"] = cut
         door = await self._machine.serve_control(self.options.state_dir, commands)
         stack.push_async_callback(door.close)
+
+    def _change(self, assignment: Assignment, state: PeerState, reason: str) -> None:
+        assignment.peer.become(state)
+        self._say_phase(state.value, reason)
+        assignment.changed()
 
     async def _serve_metrics(self, stack: contextlib.AsyncExitStack, observer: PeerObserver) -> str:
         """HOST:PORT under which the metrics can be had; empty if they are not served."""
@@ -298,8 +347,8 @@ class PeerDaemon:
     def _say_phase(self, phase: str, detail: str) -> None:
         self.events.emit(PhaseReached(phase, detail))
 
-    def _say_ended(self, context: PeerContext) -> None:
-        counters, jobs = context.counters, context.jobs
+    def _say_ended(self, assignment: Assignment) -> None:
+        counters, jobs = assignment.peer.counters, assignment.stage.jobs
         self.events.emit(
             PeerEnded(
                 counters.microbatches, jobs.num_forwards, jobs.num_recomputed, counters.from_ledger, counters.replayed
@@ -307,20 +356,33 @@ class PeerDaemon:
         )
 
 
-def _handlers(
-    microbatches: Microbatches, steps: Steps, syncing: Syncing, heartbeats: HeartbeatLoop
-) -> dict[type[Message], Callable[[Any, Exchange], Any]]:
-    """Who answers what."""
-    return {
-        Work: microbatches.work,
-        StealRequest: microbatches.victim.steal,
-        Replay: microbatches.replay,
-        Prepare: steps.prepare,
-        ReduceShare: steps.part,
-        Apply: steps.apply,
-        FetchBasis: steps.bases.fetch,
-        FetchState: syncing.fetch_state,
-        FetchDigests: syncing.fetch_digests,
-        Leave: heartbeats.told_to_leave,
-        Resync: heartbeats.told_to_sync,
-    }
+class Patience:
+    """Tries until the run is found, says what it waits for, and gives up only when told how long to look."""
+
+    def __init__(self, limit_s: float, say: Callable[[str], None]) -> None:
+        """Gives up after `limit_s`; 0: never."""
+        self._loop = asyncio.get_running_loop()
+        self._say = say
+        self._ends_at = self._loop.time() + limit_s if limit_s else float("inf")
+        self._pause_s, self._said, self._said_at = FIRST_PAUSE_S, "", 0.0
+        self._rng = world.random()
+
+    async def insist(self, attempt: Callable[[float], Awaitable[T]], *, is_over: Callable[[], bool]) -> T:
+        """What `attempt(timeout_s)` comes to, made until it finds the run; its error when time or the run is over."""
+        while True:
+            left_s = self._ends_at - self._loop.time()
+            try:
+                return await attempt(min(ATTEMPT_S, left_s))
+            except (BootstrapError, RunUnreachable) as error:
+                if is_over() or self._loop.time() + self._pause_s > self._ends_at:
+                    raise
+                await self._wait(error)
+
+    async def _wait(self, error: SwarmtrainError) -> None:
+        """A while that grows; not the same one for all peers that started together."""
+        text, now = str(error), self._loop.time()
+        if text != self._said or now - self._said_at > REMIND_S:
+            self._said, self._said_at = text, now
+            self._say(f"{text}. This peer waits, and tries again. {error.fix}".rstrip())
+        await asyncio.sleep(self._pause_s * self._rng.uniform(0.75, 1.0))
+        self._pause_s = min(LAST_PAUSE_S, 2 * self._pause_s)

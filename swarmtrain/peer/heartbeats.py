@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
 
 from swarmtrain import __version__
+from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.p2p.errors import NetError
-from swarmtrain.peer.assignment import Assignment
-from swarmtrain.peer.compute import Kind
-from swarmtrain.peer.context import PeerState
-from swarmtrain.peer.coordinator_link import CoordinatorLink
+from swarmtrain.peer.assignment import Assignment, Departure
+from swarmtrain.peer.contacts import CoordinatorLink
+from swarmtrain.peer.identity import PeerState
+from swarmtrain.peer.join import Syncing
 from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import PeerOptions
-from swarmtrain.peer.steps import Steps
-from swarmtrain.peer.syncing import Syncing
+from swarmtrain.peer.step import StepProtocol
 from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.waiting import wait_event
@@ -27,8 +26,6 @@ log = logging.getLogger(__name__)
 ENROLL_S = 2.0
 _ACTIVE = (PeerState.JOINING, PeerState.SYNCING, PeerState.SERVING)
 
-SayPhase = Callable[[str, str], None]
-
 
 class HeartbeatLoop:
     """Sends `Heartbeat` and obeys the directives; answers `Leave` and `Resync`."""
@@ -38,23 +35,26 @@ class HeartbeatLoop:
         assignment: Assignment,
         options: PeerOptions,
         link: CoordinatorLink,
-        steps: Steps,
+        steps: StepProtocol,
         syncing: Syncing,
         observer: PeerObserver,
+        events: Events,
+        departure: Departure,
         *,
-        leave: Callable[[str], None],
-        say_phase: SayPhase,
+        metrics_at: str,
     ) -> None:
-        self._assignment, self._options, self._link, self._context = assignment, options, link, assignment.context
+        """`metrics_at` (HOST:PORT) is told to the coordinator."""
+        self._assignment, self._options, self._link = assignment, options, link
+        self._peer, self._clock, self._stage = assignment.peer, assignment.clock, assignment.stage
+        self._metrics_at = metrics_at
         self._steps, self._syncing, self._observer = steps, syncing, observer
-        self._leave, self._say_phase = leave, say_phase
+        self._events, self._departure = events, departure
         self._looking: asyncio.Task[bool] | None = None
         self._stopping: asyncio.Task[None] | None = None  # dropping what does not count any more
-        self.metrics_at = ""  # HOST:PORT, told to the coordinator
 
     async def run(self) -> None:
         """Tell the coordinator that this peer is there, again and again; find it again when it has moved."""
-        link, assignment, context = self._link, self._assignment, self._context
+        link, assignment, peer = self._link, self._assignment, self._peer
         while True:
             assignment.heartbeat_now.clear()  # before the sign: what changes while it is answered is told at once
             pause_s = ENROLL_S
@@ -71,10 +71,10 @@ class HeartbeatLoop:
                 assignment.unheard()
                 await self._look_for_it()
                 if link.peer_id is not None:
-                    context.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
+                    peer.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
                 if link.is_over:
-                    self._leave("the run is complete")
-            is_syncing = context.state is PeerState.SYNCING
+                    self._departure.leave("the run is complete")
+            is_syncing = peer.state is PeerState.SYNCING
             await wait_event(assignment.heartbeat_now, min(pause_s, ENROLL_S / 4) if is_syncing else pause_s)
 
     async def _look_for_it(self) -> None:
@@ -86,13 +86,13 @@ class HeartbeatLoop:
 
     async def told_to_leave(self, message: Leave, exchange: Exchange) -> Acknowledged:
         """Answer `Leave`."""
-        await self._context.check_coordinator(exchange.peer_id, message.run, message.term)
-        self._leave(message.reason)
+        await self._peer.check_coordinator(exchange.peer_id, message.run, message.term)
+        self._departure.leave(message.reason)
         return Acknowledged("")
 
     async def told_to_sync(self, message: Resync, exchange: Exchange) -> Acknowledged:
         """Answered when no more work is taken: the coordinator begins the next step after that."""
-        await self._context.check_coordinator(exchange.peer_id, message.run, message.term)
+        await self._peer.check_coordinator(exchange.peer_id, message.run, message.term)
         await self._stop_serving(message.reason)
         return Acknowledged("")
 
@@ -104,17 +104,17 @@ class HeartbeatLoop:
                 await asyncio.gather(task, return_exceptions=True)
         await self._syncing.close()
         await self._steps.close()
-        self._context.become(PeerState.GONE)
+        self._peer.become(PeerState.GONE)
         if self._link.peer_id is not None:
             with contextlib.suppress(NetError):
-                await self._context.node.call(self._link.peer_id, self._sign_of_life(), deadline_s=2.0)
+                await self._peer.node.call(self._link.peer_id, self._sign_of_life(), deadline_s=2.0)
 
     async def _show_life(self, coordinator: str) -> None:
-        assignment, context, sign = self._assignment, self._context, self._sign_of_life()
-        answer = await context.node.call(coordinator, sign, deadline_s=10.0, expect=Verdict)
+        assignment, peer, sign = self._assignment, self._peer, self._sign_of_life()
+        answer = await peer.node.call(coordinator, sign, deadline_s=10.0, expect=Verdict)
         assignment.deserted.clear()
-        await context.enter_term(answer.term)
-        context.verdict = answer
+        await peer.enter_term(answer.term)
+        peer.verdict = answer
         now = self._sign_of_life()
         # An answer about a past state does not count. Whatever changed the state asks again; a step that was applied
         # meanwhile does not, or peers whose steps are shorter than their way to the coordinator would never pause.
@@ -123,43 +123,43 @@ class HeartbeatLoop:
 
     async def _obey(self, answer: Verdict) -> None:
         """joining or syncing -> serving when the coordinator says so; anything -> syncing when the state is wanting."""
-        assignment, context = self._assignment, self._context
-        if answer.term < context.term:
+        assignment, peer = self._assignment, self._peer
+        if answer.term < peer.term:
             return
         self._steps.drop_taken_back(answer.term, answer.step)
         self._syncing.check_stuck(answer.step)
         assignment.heard_step(answer.step, holds_sum=self._steps.is_prepared)
         if answer.directive is Directive.LEAVE:
-            self._leave(answer.reason)
+            self._departure.leave(answer.reason)
         elif self._is_stalled:
             if answer.directive is Directive.WAIT:
                 await self._stop_serving(answer.reason)
-        elif answer.directive is Directive.SERVE and context.state in (PeerState.JOINING, PeerState.SYNCING):
+        elif answer.directive is Directive.SERVE and peer.state in (PeerState.JOINING, PeerState.SYNCING):
             if self._steps.listener.is_going_on:
                 return  # of the step under way: until it has that, it listens, or it would miss the next one
             if not await self._syncing.stop():
                 return  # asked again when the state is loaded
-            if context.state not in (PeerState.JOINING, PeerState.SYNCING):
+            if peer.state not in (PeerState.JOINING, PeerState.SYNCING):
                 return  # it was told to leave meanwhile
             assignment.serves()
-            self._say_phase("serving", f"stage {context.stage} from step {context.step}")
+            self._events.emit(PhaseReached("serving", f"stage {peer.stage} from step {self._clock.step}"))
         elif answer.directive in (Directive.WAIT, Directive.SYNC):
             await self._stop_serving(answer.reason)
-        if answer.directive is Directive.SYNC and context.state is PeerState.SYNCING:
+        if answer.directive is Directive.SYNC and peer.state is PeerState.SYNCING:
             task = await self._syncing.order(answer)
             if task is not None:
                 task.add_done_callback(lambda _: assignment.heartbeat_now.set())
 
     async def _stop_serving(self, reason: str) -> None:
         """Fetch the stage's state, if this peer is not at it already."""
-        if self._context.state not in (PeerState.JOINING, PeerState.SERVING):
+        if self._peer.state not in (PeerState.JOINING, PeerState.SERVING):
             return
-        self._say_phase("syncing", reason)
+        self._events.emit(PhaseReached("syncing", reason))
         self._assignment.syncs()
         stopping = asyncio.create_task(self._syncing.begin(), name="stop serving")
         stopping.add_done_callback(lambda _: self._assignment.heartbeat_now.set())
         try:
-            if await self._context.device.ends(stopping):
+            if await self._stage.device.ends(stopping):
                 await stopping
             else:  # it ends when the device answers again, which is the proof that it does
                 self._stopping = stopping
@@ -171,27 +171,27 @@ class HeartbeatLoop:
     def _is_stalled(self) -> bool:
         """Whether nothing can be had of the device; to the end of what was begun because of that."""
         is_stopping = self._stopping is not None and not self._stopping.done()
-        return self._context.device.hangs or is_stopping
+        return self._stage.device.hangs or is_stopping
 
     def _sign_of_life(self) -> Heartbeat:
-        context, options = self._context, self._options
-        times, applied = context.compute.times, self._steps.last_applied
+        peer, stage, options = self._peer, self._stage, self._options
+        applied = self._steps.last_applied
         return Heartbeat(
-            run=context.run_id,
-            stage=context.stage,
-            state=STALLED if self._is_stalled and context.state in _ACTIVE else context.state.value,
-            incarnation=context.incarnation,
-            step=context.step,
+            run=peer.run_id,
+            stage=peer.stage,
+            state=STALLED if self._is_stalled and peer.state in _ACTIVE else peer.state.value,
+            incarnation=peer.incarnation,
+            step=self._clock.step,
             state_digest=applied.state_digest if applied is not None else "",
-            forward_ms=1000 * times.typical_s(Kind.FORWARD),
-            backward_ms=1000 * times.typical_s(Kind.BACKWARD),
-            queue_ms=1000 * context.compute.backlog_s(),
+            forward_ms=1000 * stage.forward_s,
+            backward_ms=1000 * stage.backward_s,
+            queue_ms=1000 * stage.compute.backlog_s(),
             up_bytes_per_s=options.max_up_bytes_per_s,
             name=options.name[:64],
             version=__version__,
-            metrics=self.metrics_at,
+            metrics=self._metrics_at,
             spent=self._observer.spent(),
             assignment=self._assignment.version,
             down_bytes_per_s=options.max_down_bytes_per_s,
-            state_term=context.state_term,
+            state_term=peer.state_term,
         )

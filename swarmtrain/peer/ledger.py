@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from swarmtrain.codec import Ticket
+from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.messages import Done, Hop
 
 Raw = bytes | bytearray | memoryview
@@ -18,7 +19,7 @@ Raw = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class StickyAnswer:
-    """A gradient that only the caller can decode. Whoever else asks, or asks again, gets the whole one."""
+    """A gradient that only the caller can decode. Other callers, and a caller that asks again, get the whole one."""
 
     payload: bytes
     ticket: Ticket
@@ -37,15 +38,21 @@ class Entry:
     answer: Done | None = None
     accumulated: bool = False
     task: asyncio.Task[Done] | None = None
-    hops: dict[int, Hop] = field(default_factory=dict)  # who took it further down, as far as known
-    caller: str = ""  # who sent it first
+    callers: dict[Exchange, None] = field(default_factory=dict)  # that wait for the answer, in the order of arrival
+    hops: dict[int, Hop] = field(default_factory=dict)  # the peers that have it downstream, as far as known
+    caller: str = ""  # the peer that sent it first
     was_stolen: bool = False  # another peer of the stage has given it away
-    stolen_by: str = ""  # who takes it, once this peer gives it away
+    stolen_by: str = ""  # the thief
     caller_busy_until: float = 0.0  # time of the loop until which the caller has other work, as it said
     is_critical: bool = True  # whether the caller would wait for the gradient (codec/policy.py)
     sticky: StickyAnswer | None = None  # for the caller only: a difference to what it holds
     residual_bytes: int = 0  # what codecs keep to take its messages back
     with_mask: Raw = b""  # the answer's gradient for callers that sent other bytes, once there was one
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a caller is still there, and could send the microbatch elsewhere."""
+        return any(not exchange.caller_gone.is_set() for exchange in self.callers)
 
     @property
     def num_bytes(self) -> int:
@@ -83,6 +90,11 @@ class Ledger:
         assert not entry.accumulated
         if self._entries.get(entry.microbatch) is entry:
             del self._entries[entry.microbatch]
+
+    @property
+    def num_open(self) -> int:
+        """Microbatches that are not answered yet."""
+        return sum(entry.answer is None for entry in self)
 
     def finished(self) -> set[int]:
         """Microbatches whose answer is known."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from swarmtrain import world
 from swarmtrain.chain.neighbours import PeerRecord, stage_topic
@@ -17,10 +16,12 @@ from swarmtrain.chain.rebalancing import INTENT_TOPIC, Costs, MoveRules, intent_
 from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.p2p.errors import NetError
-from swarmtrain.peer.context import PeerContext, PeerState
-from swarmtrain.peer.coordinator_link import CoordinatorLink
+from swarmtrain.peer.assignment import Departure
+from swarmtrain.peer.contacts import CoordinatorLink
+from swarmtrain.peer.identity import PeerIdentity, PeerState
 from swarmtrain.route.moves import Intent, LeaveAnswer, LeaveRequest, Mover
 from swarmtrain.route.rebalance import plan_moves
+from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import AskMove, MoveAnswered
 
 log = logging.getLogger(__name__)
@@ -30,20 +31,22 @@ NO_INTENT: dict[str, int] = {}
 
 
 class Moving:
-    """Looks around while the peer serves; calls `depart` with the new stage when it may go."""
+    """Looks around while the peer serves; the peer departs when it may go."""
 
     def __init__(
         self,
-        context: PeerContext,
+        peer: PeerIdentity,
+        manifest: Manifest,
         link: CoordinatorLink,
         directory: Directory,
         mover: Mover,
-        depart: Callable[[int], None],
+        departure: Departure,
     ) -> None:
-        self._context, self._link, self._directory = context, link, directory
-        self._mover, self._depart = mover, depart
+        self._peer, self._link, self._directory = peer, link, directory
+        self._mover, self._departure = mover, departure
         self._rng = world.random()
-        self._costs = Costs.of(context.manifest)
+        self._costs = Costs.of(manifest)
+        self._num_stages = manifest.stages.count
         self._published: Intent | str | None = "what a former assignment has said"
 
     async def run(self) -> None:
@@ -55,7 +58,7 @@ class Moving:
             if self._mover.intent is not None:
                 await asyncio.sleep(max(0.0, self._mover.look_at - loop.time()))
             rules = self._link.rules
-            if rules.rule == "none" or self._context.state is not PeerState.SERVING:
+            if rules.rule == "none" or self._peer.state is not PeerState.SERVING:
                 continue
             try:
                 await self._look(rules)
@@ -64,7 +67,7 @@ class Moving:
 
     async def _look(self, rules: MoveRules) -> None:
         now = asyncio.get_running_loop().time()
-        stages = range(self._context.manifest.stages.count)
+        stages = range(self._num_stages)
         members = members_of([await self._records(stage) for stage in stages], self._costs, now)
         plan = plan_moves(members, self._costs.costs, now, rules.options())
         request = self._mover.look(plan, await self._intents(), now)
@@ -94,20 +97,20 @@ class Moving:
             self._published = intent
 
     async def _ask(self, request: LeaveRequest) -> None:
-        context, mover = self._context, self._mover
+        peer, mover = self._peer, self._mover
         if self._link.peer_id is None:
             mover.arrived(mover.stage)
             return
-        message = AskMove(context.run_id, request.version, request.source, request.target)
+        message = AskMove(peer.run_id, request.version, request.source, request.target)
         try:
-            found = await context.node.call(self._link.peer_id, message, deadline_s=ASK_S, expect=MoveAnswered)
+            found = await peer.node.call(self._link.peer_id, message, deadline_s=ASK_S, expect=MoveAnswered)
         except NetError as error:
             log.info("the coordinator did not answer whether to move: %s", error)
             mover.arrived(mover.stage)  # gives up; a permission that was sent and lost is void from now on
             return
         answer = LeaveAnswer(request.peer_id, request.version, request.target, found.granted, found.reason)
         if mover.answered(answer):
-            self._depart(request.target)
+            self._departure.move(request.target)
         else:
             log.info("stays in stage %d: %s", mover.stage, found.reason)
             await self._publish()

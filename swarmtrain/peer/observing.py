@@ -11,13 +11,16 @@ import psutil
 import torch
 
 from swarmtrain import world
+from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.observe.activity import Activity, Cause, PeerFacts, explain
 from swarmtrain.observe.events import ActivityChanged, Events, StepFollowed
 from swarmtrain.observe.keeper import RerouteNews, StatusKeeper
 from swarmtrain.observe.split import Part
 from swarmtrain.peer.compute import Kind
-from swarmtrain.peer.context import CONTACT_S, PeerContext
-from swarmtrain.peer.steps import Steps
+from swarmtrain.peer.identity import CONTACT_S, PeerIdentity
+from swarmtrain.peer.stage import Stage
+from swarmtrain.peer.step import StepProtocol
+from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.rpc.limits import RateLimiter
 from swarmtrain.units import show_rate, show_size
 from swarmtrain.wire.messages import Verdict
@@ -32,16 +35,25 @@ class PeerObserver:
     """Watches one peer."""
 
     def __init__(
-        self, context: PeerContext, steps: Steps, keeper: StatusKeeper, events: Events, limiter: RateLimiter
+        self,
+        peer: PeerIdentity,
+        clock: StepClock,
+        stage: Stage,
+        steps: StepProtocol,
+        dispatcher: Dispatcher | None,
+        keeper: StatusKeeper,
+        events: Events,
+        limiter: RateLimiter,
     ) -> None:
-        self._context, self._steps, self._keeper = context, steps, keeper
+        self._peer, self._clock, self._stage = peer, clock, stage
+        self._steps, self._dispatcher, self._keeper = steps, dispatcher, keeper
         self._events, self._limiter = events, limiter
-        self._news = RerouteNews(context.stage + 1)
+        self._news = RerouteNews(peer.stage + 1)
         self._news_at = 0.0
         self._seen, self._seen_at = Cause.JOINING, world.wall()
         self._told = (Cause.JOINING, "")
-        self._step, self._num_done = context.step, 0
-        self._heard, self._answered = context.verdict, 0
+        self._step, self._num_done = clock.step, 0
+        self._heard, self._answered = peer.verdict, 0
         self._ratios: dict[str, float] = {}
         self._process = psutil.Process(os.getpid())
 
@@ -54,30 +66,31 @@ class PeerObserver:
 
     def look(self) -> None:
         """Notice what has changed."""
-        context, now = self._context, world.wall()
+        peer, dispatcher, now = self._peer, self._dispatcher, world.wall()
         facts = self.facts()
         activity = explain(facts)
-        context.compute.split.explain_idle(activity.cause)
+        self._stage.split.explain_idle(activity.cause)
         self._tell(activity, facts, now)
         self._note_ratios()
-        if context.step != self._step:
-            done, self._num_done = context.counters.microbatches - self._num_done, context.counters.microbatches
-            self._step = context.step
-            self._events.emit(StepFollowed(context.step, done))
-        if context.dispatcher is not None and now - self._news_at >= NEWS_S:
+        step = self._clock.step
+        if step != self._step:
+            done, self._num_done = peer.counters.microbatches - self._num_done, peer.counters.microbatches
+            self._step = step
+            self._events.emit(StepFollowed(step, done))
+        if dispatcher is not None and now - self._news_at >= NEWS_S:
             self._news_at = now
-            for event in self._news.since_last(context.dispatcher.counters.rerouted):
+            for event in self._news.since_last(dispatcher.counters.rerouted):
                 self._events.emit(event)
 
     def facts(self) -> PeerFacts:
         """What is known now."""
-        context, split = self._context, self._context.compute.split
+        peer, split = self._peer, self._stage.split
         status, verdict = self._keeper.status, self._verdict()
-        silent_s = asyncio.get_running_loop().time() - context.contact_at if context.contact_at else 0.0
+        silent_s = asyncio.get_running_loop().time() - peer.contact_at if peer.contact_at else 0.0
         return PeerFacts(
-            state=context.state.value,
-            stage=context.stage,
-            step=context.step,
+            state=peer.state.value,
+            stage=peer.stage,
+            step=self._clock.step,
             coordinator_silent_s=silent_s,
             contact_limit_s=CONTACT_S,
             coordinator_says=verdict.reason if verdict else "",
@@ -85,61 +98,61 @@ class PeerObserver:
             empty_stages=verdict.empty_stages if verdict else (),
             sync_text=status.reason if status.sync_percent is not None else "",
             is_computing=split.is_going_on(Part.COMPUTE),
-            num_open=sum(entry.answer is None for entry in context.ledger),
-            num_waiting_jobs=context.compute.backlog(),
+            num_open=self._clock.ledger.num_open,
+            num_waiting_jobs=self._stage.compute.backlog(),
             is_reducing=split.is_going_on(Part.REDUCE),
             is_prepared=self._steps.is_prepared,
-            has_next=context.dispatcher is not None,
-            next_stage_peers=_num_serving(context),
+            has_next=self._dispatcher is not None,
+            next_stage_peers=self._num_serving(),
             capped_by=self._capped_by(),
         )
 
     def snapshot(self) -> dict[str, Any]:
         """Everything, as plain data."""
-        context, times = self._context, self._context.compute.times
-        read, now = context.compute.split.read(), world.wall()
+        peer, clock, stage = self._peer, self._clock, self._stage
+        read, now, times = stage.split.read(), world.wall(), stage.times
         status = self._keeper.status
-        up, down = context.node.transfers()
-        links = context.node.links()
+        up, down = peer.node.transfers()
+        links = peer.node.links()
         with self._process.oneshot():
             memory_bytes, cpu = self._process.memory_info().rss, self._process.cpu_times()
         return {
             "kind": "peer",
             **status.headline(),
             "now": now,
-            "run": context.run_id,
-            "peer": context.node.peer_id,
-            "stage": context.stage,
-            "state": context.state.value,
-            "step": context.step,
-            "microbatches": context.counters.microbatches,
-            "from_ledger": context.counters.from_ledger,
-            "coalesced": context.counters.joined,
-            "evaluated": context.counters.evaluated,
-            "replayed": context.counters.replayed,
-            "refused": context.counters.refused,
-            "gradients": _by_wait(context.counters.critical),
-            "forwards": context.jobs.num_forwards,
-            "recomputed": context.jobs.num_recomputed,
-            "rerouted": context.dispatcher.counters.rerouted if context.dispatcher else {},
-            "next_stage_peers": _num_serving(context) if context.dispatcher else None,
-            "ledger_bytes": context.ledger.num_bytes(),
-            "open_microbatches": sum(entry.answer is None for entry in context.ledger),
-            "jobs_waiting": context.compute.backlog(),
+            "run": peer.run_id,
+            "peer": peer.peer_id,
+            "stage": peer.stage,
+            "state": peer.state.value,
+            "step": clock.step,
+            "microbatches": peer.counters.microbatches,
+            "from_ledger": peer.counters.from_ledger,
+            "coalesced": peer.counters.joined,
+            "evaluated": peer.counters.evaluated,
+            "replayed": peer.counters.replayed,
+            "refused": peer.counters.refused,
+            "gradients": _by_wait(peer.counters.critical),
+            "forwards": stage.jobs.num_forwards,
+            "recomputed": stage.jobs.num_recomputed,
+            "rerouted": self._dispatcher.counters.rerouted if self._dispatcher else {},
+            "next_stage_peers": self._num_serving() if self._dispatcher else None,
+            "ledger_bytes": clock.ledger.num_bytes(),
+            "open_microbatches": clock.ledger.num_open,
+            "jobs_waiting": stage.compute.backlog(),
             "compute_s": {kind.name.lower(): round(times.total_s[kind], 3) for kind in Kind},
             "idle_s": round(times.idle_s, 3),
             "seconds": {**read.parts, "idle": read.idle},
             "wall_s": read.total_s,
             "microbatch_s": {
-                "queue": context.counters.times.queue_s,
-                "compute": context.counters.times.compute_s,
-                "downstream": context.counters.times.downstream_s,
+                "queue": peer.counters.times.queue_s,
+                "compute": peer.counters.times.compute_s,
+                "downstream": peer.counters.times.downstream_s,
             },
             "sync_percent": status.sync_percent,
             "codec_ratio": dict(self._ratios),
-            "codec_error": dict(context.jobs.codecs.fidelity.errors),
-            "sticky": context.jobs.codecs.sticky_messages,
-            "residual_cosine": context.jobs.codecs.residuals.cosine,
+            "codec_error": dict(stage.codecs.fidelity.errors),
+            "sticky": stage.codecs.sticky_messages,
+            "residual_cosine": stage.codecs.residuals.cosine,
             "transfers": {
                 "sent": {"bytes": up[0], "seconds": up[1]},
                 "received": {"bytes": down[0], "seconds": down[1]},
@@ -149,15 +162,15 @@ class PeerObserver:
             "rtt_s": max((link.estimate.rtt_s or 0.0 for link in links), default=0.0),
             "memory_bytes": memory_bytes,
             "cpu_s": cpu.user + cpu.system,
-            "gpu_bytes": _gpu_bytes(context.jobs.worker.state.device),
+            "gpu_bytes": _gpu_bytes(stage.state.device),
             "observe_s": self._events.cost.seconds,
             "events": dict(status.counts),
-            "traffic": context.node.traffic().summary(),
+            "traffic": peer.node.traffic().summary(),
         }
 
     def spent(self) -> tuple[float, ...]:
         """Compute, reduce, queue, wire, idle: for the coordinator's overview."""
-        read = self._context.compute.split.read()
+        read = self._stage.split.read()
         return (*(read.parts[part.value] for part in Part if part is not Part.IDLE), sum(read.idle.values()))
 
     def _tell(self, activity: Activity, facts: PeerFacts, now: float) -> None:
@@ -172,26 +185,30 @@ class PeerObserver:
 
     def _verdict(self) -> Verdict | None:
         """The coordinator's last one, unless an answer of the next stage has come since: then it is outdated."""
-        context = self._context
-        answered = context.dispatcher.counters.answered if context.dispatcher is not None else 0
-        verdict = context.verdict
+        answered = self._dispatcher.counters.answered if self._dispatcher is not None else 0
+        verdict = self._peer.verdict
         if verdict is not self._heard:
             self._heard, self._answered = verdict, answered
         is_outdated = answered > self._answered and not (verdict is not None and verdict.is_banned)
         return None if is_outdated else verdict
 
     def _capped_by(self) -> str:
-        context = self._context
         if self._limiter.up.num_waiting:
             return f"the upload cap of {show_rate(self._limiter.max_up_bytes_per_s or 0.0)} holds messages back"
-        if context.ledger.num_bytes() > context.max_ledger_bytes:
-            return f"the ledger is full: {show_size(context.max_ledger_bytes)}"
+        if self._clock.is_full:
+            return f"the ledger is full: {show_size(self._clock.max_ledger_bytes)}"
         return ""
+
+    def _num_serving(self) -> int:
+        """Peers of the next stage that serve."""
+        if self._dispatcher is None:
+            return 0
+        return sum(record.state == "serving" for record in self._dispatcher.neighbours.records.values())
 
     def _note_ratios(self) -> None:
         """How much smaller the codec makes a boundary tensor than its fp32 numbers."""
-        raw = self._context.jobs.codecs.boundary_bytes
-        entry = next(iter(self._context.ledger), None)
+        raw = self._stage.codecs.boundary_bytes
+        entry = next(iter(self._clock.ledger), None)
         if entry is None or not raw:
             return
         if entry.output:
@@ -207,9 +224,3 @@ def _gpu_bytes(device: torch.device | str) -> int:
 def _by_wait(critical: Counter[bool | None]) -> dict[str, int]:
     """Gradients that were compressed, and those that went exactly: behind other work, or on a line of unknown rate."""
     return {"waited_for": critical[True], "hidden": critical[False], "unmeasured": critical[None]}
-
-
-def _num_serving(context: PeerContext) -> int:
-    if context.dispatcher is None:
-        return 0
-    return sum(record.state == "serving" for record in context.dispatcher.neighbours.records.values())

@@ -1,1 +1,1 @@
-"""In-stage reduction: who owns which slice, sum, share."""
+"""The all-reduce of a stage's gradient: partition among owners, formats on the wire, gradient codecs."""

@@ -1,9 +1,10 @@
-"""One attempt to add up a stage's gradient among its peers.
+"""The all-reduce of a stage's gradient among its peers: one attempt, in one lane.
 
-Every piece of the flat gradient has one owner. Everybody sends the owner its share; when all shares are in, the owner
-adds them in roster order, rounds the sum to fp32 once, and answers everybody, itself included, with the same bytes. So
-all replicas leave with the same bits. There is no matchmaking: the roster is given. How shares and answers look as
-bytes is `shares.py`; an attempt may consist of several reductions, one per lane.
+Every piece of the flat gradient has one owner. Reduce-scatter: every peer sends the owner its share of the piece, and
+the owner adds all shares in roster order and rounds the sum to fp32 once. All-gather: the sum goes back in the replies
+to these very calls, the same bytes to every peer, so that all replicas leave with the same bits. Pieces are independent
+of each other, so both phases overlap. There is no matchmaking: the roster is given. How shares and sums look as bytes
+is `shares.py`; an attempt may consist of several all-reduces, one per lane.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from swarmtrain.rpc.errors import CallRefused, Refusal
 from swarmtrain.rpc.node import Node
 from swarmtrain.wire.messages import Code, Prepare, ReducedPiece, ReduceShare, RosterEntry
 
-IN_FLIGHT = 4  # pieces on the way to one owner at once, in a small group
-_DAY_S = 86400.0  # a share waits for the slowest of all; links notice by themselves when nothing gets through
-_GROUP_IN_FLIGHT = 16  # shares that one owner has to hold at once, as far as one piece of everybody allows
+IN_FLIGHT = 4  # window: pieces on the way to one owner, in a small group
+_GROUP_IN_FLIGHT = 16  # shares that one owner holds at a time; in a larger group, one piece of every peer
+_DAY_S = 86400.0  # a share waits for the slowest peer; links notice by themselves when nothing gets through
 
 
 class Lane(IntEnum):
-    """Which of an attempt's reductions a part belongs to."""
+    """Which of an attempt's all-reduces a share belongs to."""
 
     STAGE = 0  # what the peers of the stage have in common
     FUSED = 1  # a tied embedding, over the peers of the first and of the last stage
@@ -46,7 +47,7 @@ class AllReduceFailed(Exception):
 
 @dataclass
 class _OwnedPiece:
-    """A piece that this peer adds up: the shares so far, and the answer for everybody."""
+    """A piece that this peer adds up: the shares so far, and the sum as it goes to every peer."""
 
     piece: Piece
     shares: dict[int, Share]
@@ -67,7 +68,7 @@ class AllReduce:
         pieces: list[Piece] | None = None,
         form: ShareFormat = EXACT,
     ) -> None:
-        """`share` is this peer's part of the sum; None if it has no work in this step.
+        """`share` is this peer's own gradient; None if it has no work in this step.
 
         `roster` and `pieces` default to those of `prepare`.
         """
@@ -91,33 +92,34 @@ class AllReduce:
     async def run(self, out: Tensor) -> None:
         """Fill `out` (flat fp32) with the reduced sum, or raise AllReduceFailed.
 
-        Takes as long as it takes: whether it still moves is judged by whoever sees all members.
+        It has no deadline: the coordinator, which sees all members, judges whether it still moves.
         """
         # A window per owner: all peers send an owner its pieces in the same order, so the first piece that it still
-        # waits for is always on its way from everybody. A window over all owners would let peers wait in a circle.
-        window = max(1, min(IN_FLIGHT, _GROUP_IN_FLIGHT // len(self.peers)))
-        rooms = [asyncio.Semaphore(window) for _ in self.peers]
+        # waits for is always on its way from every peer. A window over all owners could deadlock: peers would wait for
+        # each other in a circle.
+        size = max(1, min(IN_FLIGHT, _GROUP_IN_FLIGHT // len(self.peers)))
+        windows = [asyncio.Semaphore(size) for _ in self.peers]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for piece in self._rotated():
-                    tasks.create_task(self._reduce(piece, out, rooms[piece.owner]))
+                    tasks.create_task(self._all_reduce(piece, out, windows[piece.owner]))
         except ExceptionGroup as group:
             raise _first(group) from group
 
     def forget_share(self) -> None:
-        """All is added up: only the answers for others are still needed."""
+        """This peer has every sum: it only still owes other peers the sums of its own pieces."""
         self._share = None
 
     def close(self) -> None:
-        """Give up: whoever waits for a piece of this peer is told so."""
+        """Give up: peers that wait for a sum of this one are refused."""
         for owned in self._owned.values():
             if not owned.result.done():
                 owned.result.cancel()
 
     def missing_peers(self) -> list[str]:
-        """Contributors whose share of the first piece that this peer waits for has not come.
+        """Contributors whose share of this owner's first incomplete piece has not arrived.
 
-        Not of later ones: others send a piece only when those before it are answered.
+        Later pieces say nothing: peers send one only when earlier ones have been answered.
         """
         for owned in self._owned.values():
             if not owned.result.done():
@@ -125,11 +127,11 @@ class AllReduce:
         return []
 
     def unanswered_owners(self) -> list[str]:
-        """Other owners of whose pieces this peer does not have all."""
+        """Other owners that still owe this peer a sum."""
         return [self.peers[i] for i, left in sorted(self._num_left.items()) if left]
 
     async def take(self, part: ReduceShare, sender: str) -> ReducedPiece:
-        """Another peer's share of a piece that this peer owns; answers when the piece is complete."""
+        """The owner's side of both phases: add the share of `sender`, answer when the sum is complete."""
         owned = self._owned.get(part.piece)
         if owned is None or sender not in self.peers:
             raise Refusal(Code.UNKNOWN, f"piece {part.piece} of attempt {part.attempt} is not this peer's")
@@ -143,21 +145,17 @@ class AllReduce:
             raise
 
     def _rotated(self) -> list[Piece]:
-        """Pieces in an order of this peer's own, so that not everybody calls the same owner first."""
+        """All pieces, beginning with this peer's own: so peers do not all call the same owner first."""
         mine = [piece for piece in self.pieces if piece.owner >= self.position]
         return mine + [piece for piece in self.pieces if piece.owner < self.position]
 
-    async def _reduce(self, piece: Piece, out: Tensor, room: asyncio.Semaphore) -> None:
+    async def _all_reduce(self, piece: Piece, out: Tensor, window: asyncio.Semaphore) -> None:
         size = piece.stop - piece.start
         if piece.owner == self.position:
-            owned = self._owned[piece.index]
-            if self._share is not None:
-                own = self._form.own(self._share[piece.start : piece.stop], piece.start)
-                self._keep(owned, self.position, own)
-            raw: Buffer = await asyncio.shield(owned.result)
+            raw = await self._sum_of_own(piece)
         else:
-            async with room:
-                raw = await self._send(piece)
+            async with window:
+                raw = await self._exchange(piece)
             self.num_received += size
             self._num_left[piece.owner] -= 1
         try:
@@ -165,13 +163,22 @@ class AllReduce:
         except BadShare as error:
             raise AllReduceFailed(f"a reduced piece: {error}", [self.peers[piece.owner]]) from error
 
-    async def _send(self, piece: Piece) -> Buffer:
+    async def _sum_of_own(self, piece: Piece) -> Buffer:
+        """The sum of a piece that this peer owns, once all shares are in."""
+        owned = self._owned[piece.index]
+        if self._share is not None:
+            own = self._form.own(self._share[piece.start : piece.stop], piece.start)
+            self._keep(owned, self.position, own)
+        return await asyncio.shield(owned.result)
+
+    async def _exchange(self, piece: Piece) -> Buffer:
+        """Reduce-scatter and all-gather in one call: this peer's share goes to the owner, the sum comes back."""
         owner, prepare = self.peers[piece.owner], self.prepare
         values: Buffer = b""
         if self._share is not None:
             values = self._form.pack(self._share[piece.start : piece.stop], piece.start)
             self.num_sent += piece.stop - piece.start
-        part = ReduceShare(
+        share = ReduceShare(
             run=prepare.run,
             term=prepare.term,
             stage=prepare.stage,
@@ -182,11 +189,11 @@ class AllReduce:
             lane=int(self.lane),
         )
         try:
-            return (await self._node.call(owner, part, deadline_s=_DAY_S, expect=ReducedPiece)).values
+            return (await self._node.call(owner, share, deadline_s=_DAY_S, expect=ReducedPiece)).values
         except CallRefused as error:
             raise AllReduceFailed(f"{owner[-8:]}: {error}", []) from error
         except NetError as error:
-            suspects = [] if isinstance(error, HostDownError) else [owner]  # its own transport may be away
+            suspects = [] if isinstance(error, HostDownError) else [owner]  # this peer's own transport may be down
             raise AllReduceFailed(f"{owner[-8:]}: {error}", suspects) from error
 
     def _add_share(self, owned: _OwnedPiece, sender: int, values: Buffer) -> None:

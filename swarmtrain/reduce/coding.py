@@ -1,12 +1,12 @@
-"""A stage's gradient on its way through the run's gradient codec: what travels in which lane, and what is remembered.
+"""The run's gradient codec in a stage's all-reduce: what travels in which lane, and what error feedback remembers.
 
-    none                every peer's sum as it is
-    bf16 int8 topkK     every piece through a GradientEncoder (codec/gradient.py)
+    none                shares are exact
+    bf16 int8 topkK     every piece goes through a GradientEncoder (codec/gradient.py)
     powersgdR           lane LEFT: the left factors of all matrices that are worth it; then lane STAGE: their right
-                        factors, followed by everything else of the gradient, which is added exactly
+                        factors, followed by the rest of the gradient, which is exact
 
-What a tied embedding's two sides have in common goes through lane FUSED, exactly. Nothing that is remembered changes
-before the step is applied: an attempt that fails leaves no trace. `alone` is the same for a stage with one peer.
+The gradient of a tied embedding, which two stages share, goes through lane FUSED, exactly. Memory changes only when the
+step is applied: a failed attempt leaves no trace. `alone` does the same for a stage with one peer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from swarmtrain.run.manifest import Manifest
 
 @dataclass(frozen=True)
 class Reduced:
-    """A reduced flat gradient (fp32), and what to remember once it is applied."""
+    """A reduced flat gradient (fp32). `commit` is called once it is applied, and updates the codec's memory."""
 
     gradient: Tensor
     commit: Callable[[], None]
@@ -49,7 +49,7 @@ def gradient_spec(manifest: Manifest) -> GradientSpec:
 
 
 def stage_elements(layout: StateLayout, *, compress: bool) -> int:
-    """Numbers of a peer's share in lane STAGE: what the coordinator divides among owners."""
+    """Size of the vector that lane STAGE reduces, which the coordinator divides among owners."""
     own = layout.gradient_size - layout.num_fused
     if not compress:
         return own
@@ -68,7 +68,7 @@ def factor_pieces(layout: StateLayout, owned: Sequence[int]) -> list[Piece]:
 
 
 def left_pieces(layout: StateLayout, owned: list[int]) -> list[Piece]:
-    """One piece per matrix, in turn among those who own anything at all: newcomers only listen."""
+    """One piece per matrix, round-robin among the peers that own anything: listeners do not."""
     owners = [position for position, elements in enumerate(owned) if elements] or [0]
     pieces, start = [], 0
     for index, slot in enumerate(layout.factored):
@@ -91,21 +91,21 @@ class StageCoder:
         self._used_at = 0  # step in which that error was last used
 
     def reset(self) -> None:
-        """Forget what was left out: the state was replaced."""
+        """Clear the error feedback: the state was replaced."""
         if self._encoder is not None:
             self._encoder.reset()
         for error in self._error.values():
             error.zero_()
 
     def sliced(self, *, compress: bool) -> tuple[ShareFormat, Callable[[], None]]:
-        """How pieces of the gradient travel, and what to do when the step is applied. Not for powersgd."""
+        """The format of shares, and a function to call when the step is applied. Not for powersgd."""
         if not compress or self._encoder is None:
             return EXACT, _nothing
         self._encoder.begin(self._state.step)
         return CodedShares(self._encoder), self._encoder.commit
 
     def factors(self, share: Tensor | None) -> FactorRound:
-        """One attempt of powersgd; `share` is this peer's own part of the sum, None if it has no work."""
+        """One attempt of powersgd; `share` is this peer's own gradient, None if it has no work."""
         step = self._state.step
         if is_outdated(self._used_at, step):
             self.reset()
@@ -115,7 +115,7 @@ class StageCoder:
         self._used_at = step
 
     def alone(self, total: Tensor) -> Reduced:
-        """What a stage with this one peer reduces `total` (the whole flat sum) to."""
+        """The result for a stage whose only peer this is; `total` is the whole flat sum."""
         start = self.layout.num_fused
         gradient = total.to(torch.float32)
         own = total[start:]
@@ -149,25 +149,25 @@ class FactorRound:
         share: Tensor | None,
         on_use: Callable[[], None],
     ) -> None:
-        """`error` is what the peer has left out, and is changed by `commit`, which calls `on_use` if it was used."""
+        """`error` is this peer's error feedback; `commit` updates it and calls `on_use`, if this peer has a share."""
         self._layout, self._state, self._share, self._kept = layout, state, share, error
         self._on_use = on_use
         self.left_form = OrthonormalShares(layout.powersgd_rank)
         self.form = FactorShares(layout.right_elements)
-        # Without a share nothing of this peer is sent, and what it has left out waits for a step in which it works.
+        # A peer without a share sends nothing: its error feedback waits for a step in which it has work.
         errors = error if share is not None else {name: torch.zeros_like(item) for name, item in error.items()}
         self._powersgd = PowerSGDState(layout.powersgd_rank, self._right_factors(), dict(errors))
         gradients = {slot.spec.name: self._matrix(slot) for slot in layout.factored}
         self._round = PowerSGDRound(self._powersgd, gradients)
 
     def left(self) -> Tensor | None:
-        """This peer's left factors, flat: to be summed and made orthonormal matrix by matrix."""
+        """This peer's left factors, flat; lane LEFT sums and orthonormalizes them matrix by matrix."""
         if self._share is None:
             return None
         return _flat([self._round.left()[slot.spec.name] for slot in self._layout.factored])
 
     def vector(self, left: Tensor) -> Tensor | None:
-        """This peer's share in lane STAGE (fp64): right factors (fp32 numbers), then what is not factored."""
+        """This peer's share in lane STAGE (fp64): right factors (fp32 numbers), then the rest."""
         rank, factors, start = self._layout.powersgd_rank, {}, 0
         for slot in self._layout.factored:
             stop = start + slot.spec.shape[0] * rank
@@ -223,7 +223,7 @@ class FactorRound:
         return self._share[begin : begin + slot.spec.num_elements].view(slot.spec.shape)
 
     def _rest(self) -> list[slice]:
-        """What lies between the factored matrices, in the stage's own part of the flat gradient."""
+        """The spans between the factored matrices, in the stage's own part of the flat gradient."""
         spans, start = [], 0
         for slot in self._layout.factored:
             begin = slot.offset - self._layout.num_fused
@@ -234,7 +234,7 @@ class FactorRound:
 
 
 def _through(form: ShareFormat, piece: Piece, numbers: object) -> Tensor:
-    """What comes back of a piece that only this peer has a share of."""
+    """The result for a piece of which only this peer has a share."""
     share = form.own(numbers, piece.start)  # type: ignore[arg-type]
     return torch.from_numpy(form.result(form.answer([share], piece), piece.stop - piece.start).copy())
 

@@ -1,7 +1,7 @@
-"""Exact shares in fewer bytes: whole numbers of grid steps, as wide as the largest of a piece needs.
+"""Exact shares in fewer bytes: integers (multiples of the grid step), as wide as the largest of a piece needs.
 
 A number on the grid of exact sums (model/exact.py) is a multiple of 2**-44. A gradient below 2**-5 fits into 5 bytes
-that way, below 8 into 6, all others into 7; fp64 takes 8. Nothing is lost, so nothing depends on it.
+that way, below 8 into 6, all others into 7; fp64 takes 8. It is lossless, so results do not depend on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Steps = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Numbers on the grid as bytes. Any bytes are numbers."""
+    """Numbers on the grid as bytes. Any bytes are valid."""
 
     raw: npt.NDArray[np.uint8]
     width: int

@@ -1,4 +1,4 @@
-"""Who owns which part of a stage's gradient. Pure arithmetic."""
+"""Which peer owns which part of a stage's gradient in an all-reduce. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Piece:
 
 
 def owned_elements(size: int, up_and_down: Sequence[tuple[float, float]]) -> list[int]:
-    """How many elements each peer owns, so that the reduction ends soonest; from bytes per second up and down.
+    """How many elements each peer owns, so that the all-reduce ends soonest; rates in bytes per second, up and down.
 
-    With n peers, one that owns the share s moves 1 + (n - 2) s gradients: its own to the other owners and the sums
-    back, and s for each of the others in both ways. The slowest peer's time for that is made as short as it can be.
-    Rates of 0 are unknown. An unknown uplink is taken for a usual one: uplinks are what is scarce, so a wide downlink
-    alone says nothing, and a narrow one does.
+    Among n peers, one that owns the fraction s moves 1 + (n - 2) s gradients in each direction: 1 - s of its own to the
+    other owners, and s for each of the n - 1 others. The result minimizes the time of the slowest peer. A rate of 0 is
+    unknown. An unknown uplink counts as an average one: uplinks are the bottleneck, so a wide downlink says nothing of
+    them, while a narrow downlink limits on its own.
     """
     known = [up for up, _ in up_and_down if up > 0] or [down for _, down in up_and_down if down > 0]
     usual = sum(known) / len(known) if known else 1.0
@@ -36,7 +36,7 @@ def owned_elements(size: int, up_and_down: Sequence[tuple[float, float]]) -> lis
 
 
 def _shares(rates: Sequence[float]) -> list[float]:
-    """Those fast enough to own anything all end at the same time t: 1 + (n - 2) s = t * rate."""
+    """All owners end at the same time t: 1 + (n - 2) s = t * rate. Peers too slow for that own nothing."""
     num_extra = len(rates) - 2
     if num_extra <= 0:
         return [rate / sum(rates) for rate in rates]  # what a peer moves does not depend on who owns what
@@ -47,7 +47,7 @@ def _shares(rates: Sequence[float]) -> list[float]:
 
 
 def cut(owned: Sequence[int]) -> list[Piece]:
-    """The pieces of a gradient whose owners' parts follow each other in roster order."""
+    """Cut the gradient into pieces. What each peer owns is contiguous, in roster order."""
     pieces: list[Piece] = []
     start = 0
     for owner, size in enumerate(owned):

@@ -1,11 +1,11 @@
-"""Selective stage compression: which stages compress their reduction in the next step. Pure: times in, stages out.
+"""Selective stage compression: which stages compress their all-reduce in the next step. Pure: times in, stages out.
 
-All stages begin to reduce when the step's last microbatch has come back, so the step ends with the slowest reduction.
-Only those stages compress without which the step would end later (codec/policy.py); the others stay exact.
+All stages start their all-reduce when the step's last microbatch has come back, so the step ends with the slowest one.
+A stage compresses only if the step ends sooner for it (codec/policy.py); the others stay exact.
 
-What is not used is not measured, and lines change: a stage that has compressed PROBE_AFTER times goes exactly once, and
-a compressed time that has not been seen for as many reductions is forgotten. All stages that are due probe in the same
-step, since it lasts as long as the slowest of them.
+A mode that is not used is not measured, and links change: a stage that has compressed PROBE_AFTER times in a row runs
+one exact all-reduce, and a compressed time that is as many all-reduces old is forgotten. All stages that are due probe
+in the same step, because that step lasts as long as the slowest of them anyway.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from swarmtrain.reduce.coding import gradient_spec
 from swarmtrain.run.manifest import Manifest
 
 _WEIGHT = 0.5  # of the newest measurement
-_GUESS = 0.25  # a compressed reduction's time, as a share of the exact one, before it has been measured
+_GUESS = 0.25  # a compressed all-reduce's time relative to the exact one's, until it has been measured
 _WORTH_S = 0.02  # differences below this are noise
-PROBE_AFTER = 16  # reductions of one kind in a row: then the other kind's time is out of date
+PROBE_AFTER = 16  # all-reduces of one kind in a row: then the other kind's time is outdated
 
 
 class StageCompression:
-    """Remembers how long the reductions of each stage took, exact and compressed."""
+    """Remembers how long the all-reduces of each stage took, exact and compressed."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._is_lossy = gradient_spec(manifest).lossy
@@ -50,7 +50,7 @@ class StageCompression:
         )
 
     def took(self, stage: int, seconds: float, *, compressed: bool) -> None:
-        """A reduction has ended."""
+        """An all-reduce of `stage` has ended."""
         times = self._compressed_s if compressed else self._exact_s
         known = None if self._is_outdated(stage, compressed=compressed) else times.get(stage)
         times[stage] = seconds if known is None else (1 - _WEIGHT) * known + _WEIGHT * seconds
@@ -60,6 +60,6 @@ class StageCompression:
             self._compressed_s.pop(stage, None)  # guessed again: what did not help once may help now
 
     def _is_outdated(self, stage: int, *, compressed: bool) -> bool:
-        """Whether a stage's time of this kind was measured too many reductions ago."""
+        """Whether a stage's time of this kind was measured too many all-reduces ago."""
         kind, count = self._in_a_row.get(stage, (compressed, 0))
         return kind is not compressed and count >= PROBE_AFTER

@@ -1,7 +1,7 @@
-"""How a share of a piece travels to its owner, and what the owner answers: exactly, or through a gradient codec.
+"""The bytes of an all-reduce: shares on their way to a piece's owner, and its answer. Exact, or through a codec.
 
-Whatever the format, everybody computes its result from the same answer, the owner included: so all leave with the same
-bits. What a lossy format leaves out is kept by the encoder of the peer that sent it, for steps that are applied only.
+In every format all peers, the owner included, compute the result from the same answer, so all replicas get the same
+bits. A lossy format keeps what it left out in the sender's encoder (error feedback); only an applied step changes that.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ _COUNT = struct.Struct("<I")
 
 
 class BadShare(ValueError):
-    """Bytes that are no share or answer of this piece."""
+    """These bytes are not a share or an answer of this piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One contributor's numbers of a piece, and its bytes where the answer repeats them."""
+    """One contributor's numbers of a piece, and their bytes if the answer contains them."""
 
     numbers: Numbers | Packed
     raw: bytes = b""
 
     @staticmethod
     def empty() -> Share:
-        """What is left of a share that has been added."""
+        """Stands for a share that has been added."""
         return Share(np.zeros(0))
 
 
 class ShareFormat(Protocol):
-    """From a peer's numbers to bytes and back, on both ways."""
+    """Encodes and decodes shares (reduce-scatter) and answers (all-gather)."""
 
     def own(self, numbers: Numbers, start: int) -> Share:
-        """The owner's own share, which is not sent anywhere."""
+        """The owner's own share, which does not travel."""
 
     def pack(self, numbers: Numbers, start: int) -> Buffer:
-        """What goes to the owner of the piece that begins at `start`."""
+        """The bytes that go to the owner of the piece that begins at `start`."""
 
     def unpack(self, raw: Buffer, size: int) -> Share:
-        """The owner's view of it. Raises BadShare."""
+        """A share from its bytes, at the owner. Raises BadShare."""
 
     def answer(self, shares: Sequence[Share], piece: Piece) -> Buffer:
-        """What everybody gets, from all shares in roster order."""
+        """The bytes that go to every peer: the sum of all shares, which are in roster order."""
 
     def result(self, raw: Buffer, size: int) -> Numbers:
         """The reduced piece (fp32) from an answer. Raises BadShare."""
 
 
 class ExactShares:
-    """Shares as they are; the sum is rounded to fp32 once, by its owner.
+    """Lossless shares; the owner rounds the sum to fp32, once.
 
-    On the exact grid they travel as whole numbers of 5 to 7 bytes, else as fp64 or fp32: the length tells which.
+    On the exact grid they travel as integers of 5 to 7 bytes, otherwise as fp64 or fp32: the length tells which.
     """
 
     def own(self, numbers: Numbers, start: int) -> Share:
@@ -89,17 +89,17 @@ class ExactShares:
         if packed is not None:
             return Share(packed)
         if len(raw) not in (8 * size, 4 * size):
-            raise BadShare(f"{len(raw)} bytes are no share of {size} numbers")
+            raise BadShare(f"{len(raw)} bytes are not a share of {size} numbers")
         numbers: Numbers = np.frombuffer(raw, dtype=np.float64 if len(raw) == 8 * size else np.float32)
         if not math.isfinite(float(numbers.sum())):  # one pass: a single NaN or infinity makes the sum one
-            raise BadShare("a share that is not finite")
+            raise BadShare("the share is not finite")
         return Share(numbers)
 
     def answer(self, shares: Sequence[Share], piece: Piece) -> Buffer:
         """See ShareFormat."""
         exact = [s.numbers for s in shares if isinstance(s.numbers, Packed) or s.numbers.dtype == np.float64]
         total = rounded_sum(exact) if len(exact) == len(shares) <= MAX_SHARES else None
-        summed = added(shares) if total is None else total
+        summed = add_shares(shares) if total is None else total
         view: memoryview = summed.astype("<f4", copy=False).view(np.uint8).data
         return view
 
@@ -114,9 +114,9 @@ EXACT = ExactShares()
 
 
 class OrthonormalShares(ExactShares):
-    """PowerSGD's left factors: a piece is one matrix; its owner adds the shares and makes the sum orthonormal.
+    """PowerSGD's left factors: a piece is one matrix; its owner adds the shares and orthonormalizes the sum.
 
-    One peer does it and sends the bytes, since machines round a decomposition differently.
+    Only the owner does so, because machines round a decomposition differently.
     """
 
     def __init__(self, rank: int) -> None:
@@ -124,9 +124,9 @@ class OrthonormalShares(ExactShares):
 
     def answer(self, shares: Sequence[Share], piece: Piece) -> Buffer:
         """See ShareFormat."""
-        total = torch.from_numpy(added(shares).astype(np.float32)).view(-1, self._rank)  # (rows, rank)
+        total = torch.from_numpy(add_shares(shares).astype(np.float32)).view(-1, self._rank)  # (rows, rank)
         if not bool(torch.isfinite(total).all()):
-            return total.numpy().astype("<f4").tobytes()  # the step's norm will say that training diverged
+            return total.numpy().astype("<f4").tobytes()  # the step's norm will show that training diverged
         return orthonormal(total).contiguous().numpy().astype("<f4").tobytes()
 
 
@@ -134,7 +134,7 @@ class FactorShares(ExactShares):
     """PowerSGD's lane STAGE: pieces of right factors, which are fp32 numbers, and then pieces on the exact grid."""
 
     def __init__(self, num_factors: int) -> None:
-        """`num_factors` numbers come first. No piece holds both kinds."""
+        """The first `num_factors` numbers are factors. No piece holds both kinds."""
         self._num_factors = num_factors
 
     def pack(self, numbers: Numbers, start: int) -> Buffer:
@@ -143,15 +143,15 @@ class FactorShares(ExactShares):
 
 
 class CodedShares:
-    """Shares through a gradient codec: bf16 and int8 also encode the answer; topk answers with all shares' bytes."""
+    """Shares through a gradient codec: bf16 and int8 also encode the sum; topk answers with the bytes of all shares."""
 
     def __init__(self, encoder: GradientEncoder) -> None:
         self._encoder = encoder
         plain = encoder.spec if encoder.spec.kind != "topk" else GradientSpec("none")
-        self._answers = GradientEncoder(plain, encoder.num_elements)  # without memory
+        self._answers = GradientEncoder(plain, encoder.num_elements)  # never committed: no error feedback
 
     def own(self, numbers: Numbers, start: int) -> Share:
-        """See ShareFormat. Encoded and decoded like everybody's: its error is kept, too."""
+        """See ShareFormat. Encoded and decoded like a share that travels, so its error is kept, too."""
         return self.unpack(self.pack(numbers, start), numbers.size)
 
     def pack(self, numbers: Numbers, start: int) -> Buffer:
@@ -166,24 +166,24 @@ class CodedShares:
         """See ShareFormat."""
         if self._encoder.spec.kind == "topk":
             return b"".join([_COUNT.pack(len(shares)), *(_COUNT.pack(len(s.raw)) + s.raw for s in shares)])
-        total = torch.from_numpy(added(shares).astype(np.float32))
+        total = torch.from_numpy(add_shares(shares).astype(np.float32))
         return self._answers.encode(total, piece.start)
 
     def result(self, raw: Buffer, size: int) -> Numbers:
         """See ShareFormat."""
         if self._encoder.spec.kind == "topk":
-            return added([Share(_decoded(part, size)) for part in _unbundled(raw)]).astype(np.float32)
+            return add_shares([Share(_decoded(share, size)) for share in _shares_in(raw)]).astype(np.float32)
         return _decoded(raw, size)
 
 
-def added(shares: Sequence[Share]) -> Numbers:
+def add_shares(shares: Sequence[Share]) -> Numbers:
     """The sum in roster order, in fp64 where a share is; NaN where exact sums have left their range."""
     numbers = [s.numbers.numbers() if isinstance(s.numbers, Packed) else s.numbers for s in shares]
     total = np.zeros(numbers[0].size, dtype=np.result_type(*[share.dtype for share in numbers]))
     for share in numbers:
         total += share
     if total.dtype == np.float64 and total.size and max(-total.min(), total.max()) > SUM_LIMIT:
-        total[:] = np.nan  # no longer exact: the step's norm will say that training diverged
+        total[:] = np.nan  # no longer exact: the step's norm will show that training diverged
     return total
 
 
@@ -195,21 +195,21 @@ def _decoded(raw: Buffer, size: int) -> Numbers:
     return tensor.to(torch.float32).numpy()
 
 
-def _unbundled(raw: Buffer) -> list[memoryview]:
-    view, parts = memoryview(raw), []
+def _shares_in(raw: Buffer) -> list[memoryview]:
+    view, shares = memoryview(raw), []
     if len(view) < _COUNT.size:
-        raise BadShare("an answer without its number of shares")
+        raise BadShare("the answer does not say how many shares it holds")
     (count,) = _COUNT.unpack_from(view)
     start = _COUNT.size
     for _ in range(min(count, len(view))):
         if len(view) - start < _COUNT.size:
-            raise BadShare("an answer that ends between two shares")
+            raise BadShare("the answer ends between two shares")
         (length,) = _COUNT.unpack_from(view, start)
         start += _COUNT.size
         if length > len(view) - start:
-            raise BadShare("an answer that ends within a share")
-        parts.append(view[start : start + length])
+            raise BadShare("the answer ends within a share")
+        shares.append(view[start : start + length])
         start += length
-    if not parts or start != len(view):
-        raise BadShare("an answer with bytes that belong to no share")
-    return parts
+    if not shares or start != len(view):
+        raise BadShare("the answer has bytes that belong to no share")
+    return shares

@@ -80,7 +80,9 @@ class Node:
         *,
         limiter: RateLimiter | None = None,
         on_link_closed: Callable[[str, LinkClosed], None] | None = None,
+        look_up: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
+        """`look_up`: whether there is news of a peer that could not be dialed, which is then dialed once more."""
         self._transport = transport
         self._registry = registry
         self._handler = handler
@@ -98,7 +100,7 @@ class Node:
         self._closers: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.num_refused_streams = 0
-        self.look_up: Callable[[str], Awaitable[bool]] | None = None  # news of a peer that could not be dialed
+        self._look_up = look_up
         self._idle_timer = self._loop.call_later(self.options.idle_s / 4, self._close_idle_links)
         transport.listen(self._accept)
 
@@ -262,7 +264,7 @@ class Node:
         except HostDownError:
             raise
         except (NetError, OSError):
-            if self.look_up is None or not await self.look_up(peer_id):
+            if self._look_up is None or not await self._look_up(peer_id):
                 raise
         async with asyncio.timeout(self.options.dial_s):
             return await self._transport.open(peer_id, timeout_s=self.options.dial_s)

@@ -1,4 +1,4 @@
-"""What peers know of one another: records that are refreshed now and then, and that outlive a machine that vanished."""
+"""Peers' records: they are refreshed periodically, and outlive a machine that vanished."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swarmtrain.sim.scenario import Scenario
 
 
 class Directory:
-    """Snapshots of all stages as of the last refresh. Everybody reads the same (stale) one."""
+    """Snapshots of all stages as of the last refresh. All peers read the same (stale) one."""
 
     def __init__(self, scenario: Scenario, peers: list[SimPeer]) -> None:
         self._scenario = scenario
@@ -17,12 +17,12 @@ class Directory:
         self._by_id = {peer.peer_id: peer for peer in peers}
         self._views: dict[int, PeerView] = {}
         self.snapshots: list[StageSnapshot] = [StageSnapshot(()) for _ in range(scenario.num_stages)]
-        self.serving: list[list[SimPeer]] = [[] for _ in range(scenario.num_stages)]  # who is in each snapshot
+        self.serving: list[list[SimPeer]] = [[] for _ in range(scenario.num_stages)]  # the peers in each snapshot
         self.members: list[Member] = []
         self.capacities = [0.0] * scenario.num_stages
 
     def refresh(self, now: float) -> None:
-        """All live machines renew their records; those of vanished ones stay until they expire."""
+        """All live machines renew their records; records of vanished machines stay until they expire."""
         by_stage: list[list[PeerView]] = [[] for _ in range(self._scenario.num_stages)]
         self.members = []
         for peer in self._peers:
@@ -42,7 +42,7 @@ class Directory:
         self.capacities = stage_capacities(self.members, self._scenario.costs)
 
     def announce_arrival(self, peer: SimPeer) -> None:
-        """A newcomer's first record is read by the next newcomer at once; routes follow with the next refresh."""
+        """The next newcomer sees a newcomer's first record at once; routers see it at the next refresh."""
         rate = min(peer.speed / self._scenario.costs[peer.stage], link_rate(self._scenario, peer))
         self.capacities[peer.stage] += rate
 
@@ -64,7 +64,7 @@ class Directory:
         )
 
     def _member(self, peer: SimPeer) -> Member:
-        """A peer that is about to move is listed where it is going: nobody is to follow it."""
+        """A peer that is about to move is listed in its new stage, so that no other peer follows it."""
         moving = peer.target >= 0
         return Member(
             peer_id=peer.peer_id,

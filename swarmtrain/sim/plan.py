@@ -1,7 +1,7 @@
-"""What a run would do with a given set of machines, before anything is started. Arithmetic only, in milliseconds.
+"""Forecast of a run on a given set of machines, before anything is started. Arithmetic only; takes milliseconds.
 
-The same quantities as in the simulator: rates of machines, bytes of stages, the reduction's barrier, the bound. A test
-holds the prediction against the simulation of the same swarm.
+It uses the simulator's quantities: rates of machines, bytes of stages, the all-reduce's barrier, the bound. A test
+compares the forecast with the simulation of the same swarm.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Forecast:
 
     @property
     def empty_stages(self) -> tuple[int, ...]:
-        """Stages that nobody can host."""
+        """Stages that no machine can host."""
         return tuple(stage.stage for stage in self.stages if not stage.num_peers)
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class _Host:
 
 
 def default_profile(workload: Workload) -> PeerProfile:
-    """What is assumed when no machines are given: a gaming GPU at home with memory for any stage."""
+    """The default when no machines are given: a gaming GPU at home with memory for any stage."""
     largest_gb = max(stage.memory_bytes for stage in workload.stages) / 1e9
     return replace(GAMING_GPU, memory_gb=max(GAMING_GPU.memory_gb, 1.01 * largest_gb))
 
@@ -96,7 +96,7 @@ def forecast(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) 
         for index, members in enumerate(stages)
     ]
     reduce_s = max(reducing)
-    # The pipeline fills and runs dry once in every step, which costs one pass; then the reduction.
+    # Once per step the pipeline fills and drains, which costs one pass; then comes the all-reduce.
     fill_s = _pass_s(workload, stages)
     step_s = workload.batch / rate + fill_s + reduce_s + 4.0 * BACKBONE_S if rate else 0.0
     steps_per_s = 1.0 / step_s if step_s else 0.0
@@ -153,7 +153,7 @@ def _assign(workload: Workload, hosts: Sequence[_Host]) -> list[list[_Host]]:
         ]
         for host in hosts
     }
-    # Whoever fits few stages chooses first; whoever fits all fills up what is left.
+    # Machines that fit few stages choose first; those that fit all fill up the rest.
     for host in sorted(hosts, key=lambda host: (len(fitting_of[host.profile.memory_gb]), -host.machine.speed)):
         fitting = fitting_of[host.profile.memory_gb]
         needy = max(fitting, key=lambda index: (-capacities[index], workload.stages[index].memory_bytes))
@@ -179,7 +179,7 @@ def _neighbours(workload: Workload, stage: int) -> int:
 
 
 def _pass_s(workload: Workload, stages: Sequence[Sequence[_Host]]) -> float:
-    """One microbatch forth and back through otherwise idle machines of average speed."""
+    """Latency of one microbatch, forward and backward, through idle machines of average speed."""
     seconds = 0.0
     for index, members in enumerate(stages):
         if members:

@@ -19,6 +19,7 @@ from pathlib import Path
 from swarmtrain.simulated.director import Director
 from swarmtrain.simulated.judge import References, judge
 from swarmtrain.simulated.schedule import Schedule, draw
+from swarmtrain.terminal import ProgressBar
 
 
 @dataclass(frozen=True)
@@ -159,24 +160,26 @@ def _run_many(first: int, chosen: argparse.Namespace) -> int:
     started, num_failed, num_faults, num_done = time.monotonic(), 0, 0, 0
     if chosen.seed is None and not chosen.json:
         print(f"seeds {first} to {first + chosen.seeds - 1}")
-    for result in _results(seeds, chosen.standard, chosen.processes):
-        num_done += 1
-        num_faults += result.num_faults
-        done[str(result.seed)] = list(result.failures)
-        if chosen.json:
-            print(json.dumps(asdict(result)), flush=True)
-        if result.failures:
-            num_failed += 1
-            if not chosen.json:
-                _print_failure(result, chosen)
-        elif not chosen.json and sys.stderr.isatty():
-            print(f"\r{num_done} of {len(seeds)} ", end="", file=sys.stderr, flush=True)
-        if chosen.state is not None and (num_done % 20 == 0 or num_done == len(seeds)):
-            chosen.state.write_text(json.dumps({"code": code, "standard": chosen.standard, "done": done}))
-        if result.failures and chosen.first:
-            break
-        if chosen.minutes and time.monotonic() - started > 60 * chosen.minutes:
-            break
+    with ProgressBar() as bar:
+        for result in _results(seeds, chosen.standard, chosen.processes):
+            num_done += 1
+            num_faults += result.num_faults
+            done[str(result.seed)] = list(result.failures)
+            if chosen.json:
+                print(json.dumps(asdict(result)), flush=True)
+            else:
+                bar.update(num_done, len(seeds), f"{num_done:,} of {len(seeds):,} schedules, {num_failed} failed")
+            if result.failures:
+                num_failed += 1
+                if not chosen.json:
+                    bar.close()
+                    _print_failure(result, chosen)
+            if chosen.state is not None and (num_done % 20 == 0 or num_done == len(seeds)):
+                chosen.state.write_text(json.dumps({"code": code, "standard": chosen.standard, "done": done}))
+            if result.failures and chosen.first:
+                break
+            if chosen.minutes and time.monotonic() - started > 60 * chosen.minutes:
+                break
     seconds = time.monotonic() - started
     rate = 60 * num_done / seconds / max(1, min(chosen.processes, len(seeds) or 1)) if seconds else 0.0
     if not chosen.json:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from swarmtrain.chain.rebalancing import MoveRules
-from swarmtrain.peer.context import CONTACT_S
+from swarmtrain.peer.identity import CONTACT_S
 from swarmtrain.simulated.judge import excesses
 from swarmtrain.simulated.loop import Deadlock
 from swarmtrain.simulated.schedule import Fault, Schedule
@@ -70,7 +70,7 @@ class Director:
         """Whoever could hear that the run is over goes by itself; the others may wait for ever, for all they know."""
         swarm, everybody = self.swarm, list(self.swarm.lives.values())
         for life in swarm.peers:  # who has not found the run before it was over waits for it until its owner ends it
-            if life.is_running and life.daemon is not None and life.daemon.settled is None:
+            if life.is_running and life.daemon is not None and life.daemon.assignment is None:
                 life.process.call_soon(partial(life.daemon.leave, "asked by a signal"))
         if not swarm.is_over:
             swarm.failed(f"the run stands still at step {swarm.step}")
@@ -83,12 +83,13 @@ class Director:
 
     def _is_in_contact(self, life: Life) -> bool:
         """Whether a peer hosts a stage, and nothing stands between it and the coordinator."""
-        swarm, settled = self.swarm, getattr(life.daemon, "settled", None)
-        if not life.is_running or settled is None or life.process.is_stopped:
+        swarm, assignment = self.swarm, getattr(life.daemon, "assignment", None)
+        if not life.is_running or assignment is None or life.process.is_stopped:
             return False
         names, host = (life.name, swarm.coordinator.name), life.process.host
         is_blocked = swarm.network.is_blocked(*names) or swarm.network.is_blocked(*reversed(names))
-        return not is_blocked and host is not None and host.is_ready and settled.contact_at > swarm.now - CONTACT_S
+        is_heard = assignment.peer.contact_at > swarm.now - CONTACT_S
+        return not is_blocked and host is not None and host.is_ready and is_heard
 
     def _helper_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -244,8 +245,8 @@ class Director:
     def _pause(self, fault: Fault) -> bool:
         if (life := self._life(fault.target)) is None:
             return False
-        settled = life.daemon.settled
-        if settled is None or settled.state.value != "serving":
+        assignment = life.daemon.assignment
+        if assignment is None or assignment.peer.state.value != "serving":
             return False
         process = life.process
         process.ask("pause")

@@ -93,16 +93,20 @@ def excesses(swarm: SimulatedSwarm) -> list[str]:
     for life in swarm.lives.values():
         if not life.is_running or life.daemon is None:
             continue
-        context = life.daemon.settled if life.stage >= 0 else getattr(life.daemon, "context", None)
-        if context is None:
-            continue
         if life.stage >= 0:
-            if context.compute.backlog() > context.max_queue + SPARE_JOBS:
-                found.append(f"{life.name}: {context.compute.backlog()} jobs wait")
-            if len(context.ledger) > num_microbatches:
-                found.append(f"{life.name}: {len(context.ledger)} entries in its ledger")
-        elif len(context.background) > TASKS_PER_LIFE * num_lives:
-            found.append(f"{life.name}: {len(context.background)} pieces of work in the background")
-        if context.node.num_handlers > TASKS_PER_LIFE * (num_lives + num_microbatches):
-            found.append(f"{life.name}: {context.node.num_handlers} requests are being answered")
+            if (assignment := life.daemon.assignment) is None:
+                continue
+            node, compute, ledger = assignment.peer.node, assignment.stage.compute, assignment.clock.ledger
+            if compute.backlog() > life.daemon.options.max_queue + SPARE_JOBS:
+                found.append(f"{life.name}: {compute.backlog()} jobs wait")
+            if len(ledger) > num_microbatches:
+                found.append(f"{life.name}: {len(ledger)} entries in its ledger")
+        else:
+            if (context := getattr(life.daemon, "context", None)) is None:
+                continue
+            node = context.node
+            if len(context.background) > TASKS_PER_LIFE * num_lives:
+                found.append(f"{life.name}: {len(context.background)} pieces of work in the background")
+        if node.num_handlers > TASKS_PER_LIFE * (num_lives + num_microbatches):
+            found.append(f"{life.name}: {node.num_handlers} requests are being answered")
     return found

@@ -201,8 +201,10 @@ class SimulatedSwarm:
         """Peers that run and serve (a stage)."""
         found = []
         for peer in self.peers:
-            settled = peer.daemon.settled if peer.daemon is not None and peer.is_running else None
-            if settled is not None and settled.state.value == "serving" and stage in (None, settled.stage):
+            assignment = peer.daemon.assignment if peer.daemon is not None and peer.is_running else None
+            if assignment is None or assignment.peer.state.value != "serving":
+                continue
+            if stage in (None, assignment.peer.stage):
                 found.append(peer)
         return found
 

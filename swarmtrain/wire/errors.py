@@ -62,7 +62,7 @@ class WrongType(WireError):
 
 
 class OutOfRange(WireError):
-    """A number outside its range, or not finite."""
+    """A number outside its range, or not finite; bytes of a length that they cannot have."""
 
     error_id = "ST-WIRE-RANGE"
 

@@ -32,6 +32,13 @@ class MaxLength:
 
 
 @dataclass(frozen=True, slots=True)
+class Lengths:
+    """For bytes that have one of a few lengths, such as a signature that may be left out: in place of MaxLength."""
+
+    allowed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AllowNonFinite:
     """Lets a float field be infinite or NaN (a loss that blew up is still a report)."""
 

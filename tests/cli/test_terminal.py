@@ -15,10 +15,10 @@ import pytest
 from swarmtrain.cli.data import PrepareDisplay, figures
 from swarmtrain.cli.main import main, report
 from swarmtrain.cli.status import status
-from swarmtrain.cli.terminal import ProgressBar, counter, print_table, say
 from swarmtrain.data.prepare import PrepareProgress
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.observe import control
+from swarmtrain.terminal import ProgressBar, counter, print_table, say
 
 from .programs import call
 

@@ -13,9 +13,9 @@ import torch
 
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.peer.compute import ComputeThread, Kind
-from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.peer.microbatch import Microbatches
+from swarmtrain.peer.work_stealing import Thief
 from swarmtrain.route.router import Router
 from swarmtrain.route.views import PeerView
 from swarmtrain.rpc.errors import CallRefused, Refusal
@@ -23,6 +23,7 @@ from swarmtrain.run.manifest import Manifest, parse_manifest
 from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
 from swarmtrain.wire.schema import encode
 
+from .parts import parts_of
 from .test_room import Caller, unmeasured
 from .test_stage_jobs import jobs_of, manifest, tokens
 
@@ -32,29 +33,27 @@ P = TypeVar("P")
 
 
 class Last:
-    """A peer of the last stage, and two lives of one above it: the second one remembers nothing of the first."""
+    """A peer of the last stage, and two lives of one upstream: the second one remembers nothing of the first."""
 
     def __init__(self, manifest: Manifest, compute: ComputeThread) -> None:
         node = cast(Any, SimpleNamespace(peer_id="p", backlog_bytes=lambda: 1 << 40, estimate=unmeasured))
-        jobs, nothing = jobs_of(manifest, 1), cast(Any, None)
-        self.context = PeerContext(
-            "run", manifest, 1, "life", node, compute, jobs, nothing, None, 100, 1 << 40, contact_at=math.inf
-        )
-        self.context.state = PeerState.SERVING
-        self._manifest, self._microbatches = manifest, Microbatches(self.context)
-        self.above = [jobs_of(manifest, 0), jobs_of(manifest, 0)]
-        self.above[0].forward(Entry(0, tokens(manifest, 0), b""), 0)
+        self.parts = parts_of(manifest, 1, node, compute)
+        self.parts.peer.contact_at = math.inf
+        thief = Thief(*self.parts.all)
+        self._manifest, self._microbatches = manifest, Microbatches(*self.parts.all, None, thief, max_queue=100)
+        self.upstream = [jobs_of(manifest, 0), jobs_of(manifest, 0)]
+        self.upstream[0].forward(Entry(0, tokens(manifest, 0), b""), 0)
 
     def request(self, life: int) -> Work:
         entry = Entry(1, tokens(self._manifest, 1), b"")
-        boundary = memoryview(self.above[life].forward(entry, 0).payload)  # as it comes from the wire
+        boundary = memoryview(self.upstream[life].forward(entry, 0).payload)  # as it comes from the wire
         return Work("run", 0, 1, 0, 1, 0, False, (), entry.tokens, boundary)
 
     async def work(self, work: Work) -> Done:
         return await self._microbatches.work(work, cast(Any, Caller()))
 
 
-class Below:
+class Downstream:
     """The next stage: one peer, which answers at once, unless `before` has something to do first."""
 
     def __init__(self, manifest: Manifest) -> None:
@@ -75,27 +74,26 @@ class Below:
 
 
 class First:
-    """A peer of stage 0 with one peer below it, without a network."""
+    """A peer of stage 0 with one peer downstream, without a network."""
 
     def __init__(self, manifest: Manifest, compute: ComputeThread) -> None:
-        self.below = Below(manifest)
+        self.downstream = Downstream(manifest)
         loop = asyncio.get_running_loop()
         self.router = Router(clock=loop.time, rng=cast(Any, SimpleNamespace(random=lambda: 1.0)))
-        self.router.update_peers([PeerView("below", 1)])
-        self.paused_s = 0.0  # because everybody below was busy
+        self.router.update_peers([PeerView("downstream", 1)])
+        self.paused_s = 0.0  # because all peers downstream were busy
         neighbours = SimpleNamespace(
             router=self.router, observe_link=lambda peer_id: None, wait_for_news=self._wait_for_news
         )
         node = cast(
-            Any, SimpleNamespace(peer_id="p", call=self.below.call, backlog_bytes=lambda: 1 << 40, estimate=unmeasured)
+            Any,
+            SimpleNamespace(peer_id="p", call=self.downstream.call, backlog_bytes=lambda: 1 << 40, estimate=unmeasured),
         )
         authority = cast(Any, SimpleNamespace(is_coordinator=self._is_coordinator))
         dispatcher = Dispatcher(node, cast(Any, neighbours))
-        self.context = PeerContext(
-            "run", manifest, 0, "life", node, compute, jobs_of(manifest, 0), authority, dispatcher, 100, 1 << 40
-        )
-        self.context.state = PeerState.SERVING
-        self._manifest, self._microbatches = manifest, Microbatches(self.context)
+        self.parts = parts_of(manifest, 0, node, compute, authority=authority)
+        thief = Thief(*self.parts.all)
+        self._manifest, self._microbatches = manifest, Microbatches(*self.parts.all, dispatcher, thief, max_queue=100)
 
     async def _wait_for_news(self, timeout_s: float) -> None:
         began = asyncio.get_running_loop().time()
@@ -114,7 +112,7 @@ class First:
 
     async def drop_step(self) -> None:
         """As when the step was done without this peer."""
-        await self.context.compute.run(Kind.STEP, -1, self.context.jobs.drop_work)
+        await self.parts.stage.drop_work()
 
 
 def run_with(
@@ -140,7 +138,7 @@ def test_checking_an_answer_says_nothing_about_how_long_step_work_takes(manifest
     async def main(first: First) -> None:
         await first.work()
         await first.replay()
-        times = first.context.compute.times
+        times = first.parts.stage.times
         assert times.count[Kind.STEP] == 0
         assert times.count[Kind.MESSAGE] == 2
 
@@ -151,7 +149,7 @@ def test_one_that_says_to_have_waited_for_ever_does_not_keep_its_caller_from_ans
     """What is told of waiting is added up from stage to stage, and a message holds no more than the most of one."""
 
     async def main(first: First) -> None:
-        first.below.waited_s = 1e9
+        first.downstream.waited_s = 1e9
         began = asyncio.get_running_loop().time()
         answer = await first.work()
         took_s = asyncio.get_running_loop().time() - began
@@ -164,11 +162,11 @@ def test_one_that_says_to_have_waited_for_ever_does_not_keep_its_caller_from_ans
 
 def test_waiting_for_a_next_stage_that_is_busy_is_told_to_who_called(manifest: Manifest) -> None:
     async def main(first: First) -> None:
-        first.below.num_refusals = 3
+        first.downstream.num_refusals = 3
         began = asyncio.get_running_loop().time()
         answer = await first.work()
         took_s = asyncio.get_running_loop().time() - began
-        assert first.below.num_refusals == 0
+        assert first.downstream.num_refusals == 0
         assert 0.0 < first.paused_s <= answer.waited_s <= took_s
 
     run_with(First, manifest, main)
@@ -181,12 +179,12 @@ def test_an_answer_that_comes_when_the_step_is_over_is_not_held_against_its_send
     async def main(first: First) -> None:
         if again:
             await first.work()
-        first.below.before = first.drop_step
+        first.downstream.before = first.drop_step
         with pytest.raises(Refusal) as caught:
             await (first.replay() if again else first.work())
         assert caught.value.code == Code.AHEAD
-        assert not first.router.is_banned("below")
-        assert not first.context.jobs.worker.sum.total.any()
+        assert not first.router.is_banned("downstream")
+        assert not first.parts.stage.jobs.worker.sum.total.any()
 
     run_with(First, masked(manifest), main)
 
@@ -206,11 +204,11 @@ def test_a_caller_that_sends_other_bytes_gets_the_mask_that_the_gradient_belongs
             answers = await asyncio.gather(last.work(one), last.work(other))
         else:
             answers = [await last.work(one), await last.work(other)]
-        mine, theirs = last.context.ledger.get(1), last.above[1]
+        mine, theirs = last.parts.ledger.get(1), last.upstream[1]
         assert mine is not None
         assert mine.answer is not None
-        assert last.context.jobs.num_forwards == 1
-        right = last.above[0].codecs.decode_gradient(mine.answer.gradient, 0, 1, last.above[0]._masks_out[1])
+        assert last.parts.stage.jobs.num_forwards == 1
+        right = last.upstream[0].codecs.decode_gradient(mine.answer.gradient, 0, 1, last.upstream[0]._masks_out[1])
         gotten = theirs.codecs.decode_gradient(answers[1].gradient, 0, 1, theirs._masks_out[1])
         assert torch.equal(gotten, right)
         assert (await last.work(other)).gradient is answers[1].gradient  # made once

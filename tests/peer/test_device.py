@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from swarmtrain.peer.compute import FIRST_HANG_S, HANG_FACTOR, HANG_S, hang_limit_s
-from swarmtrain.peer.device import DeviceWatch
+from swarmtrain.peer.compute import FIRST_HANG_S, HANG_FACTOR, HANG_S, DeviceWatch, hang_limit_s
 from swarmtrain.rpc.errors import Refusal
 
 
@@ -20,12 +19,17 @@ def test_slow_work_of_a_slow_machine_is_no_hang() -> None:
 
 
 def test_who_waits_is_refused_when_the_device_hangs_and_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmtrain.peer.device.LOOK_S", 0.01)
+    monkeypatch.setattr("swarmtrain.peer.compute.DEVICE_LOOK_S", 0.01)
 
     async def main() -> None:
         compute, changes = SimpleNamespace(hangs=False), asyncio.Queue[bool]()
         watch = DeviceWatch(cast(Any, compute))
-        looking = asyncio.create_task(watch.run(lambda: changes.put_nowait(watch.hangs)))
+
+        async def look() -> None:
+            while True:
+                changes.put_nowait(await watch.next_change())
+
+        looking = asyncio.create_task(look())
         work: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         waiting = asyncio.create_task(watch.unless_it_hangs(asyncio.shield(work)))
         compute.hangs = True

@@ -13,19 +13,20 @@ import pytest
 from swarmtrain.observe.events import Events
 from swarmtrain.peer import heartbeats
 from swarmtrain.peer.announcing import Announcing
-from swarmtrain.peer.assignment import Assignment
+from swarmtrain.peer.assignment import Assignment, Departure
 from swarmtrain.peer.compute import ComputeThread
-from swarmtrain.peer.context import PeerContext, PeerState
 from swarmtrain.peer.heartbeats import HeartbeatLoop
+from swarmtrain.peer.identity import PeerState
+from swarmtrain.peer.join import Syncing
 from swarmtrain.peer.ledger import Ledger
 from swarmtrain.peer.options import PeerOptions
-from swarmtrain.peer.steps import Ready, Steps
-from swarmtrain.peer.syncing import Syncing
+from swarmtrain.peer.step import Ready, StepProtocol
 from swarmtrain.reduce.coding import Reduced
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Apply, ChunkDigests, Directive, FetchDigests, Verdict
 
-from .test_stage_jobs import jobs_of, manifest
+from .parts import parts_of
+from .test_stage_jobs import manifest
 
 __all__ = ["manifest"]  # a fixture
 SERVE = Verdict(2, 0, Directive.SERVE, "", 0, "", ())
@@ -38,11 +39,11 @@ class Newcomer:
 
     def __init__(self, manifest: Manifest, compute: ComputeThread) -> None:
         nothing = cast(Any, None)
-        node = cast(Any, self)
-        jobs = jobs_of(manifest, 0)
-        context = PeerContext("run", manifest, 0, "life", node, compute, jobs, nothing, None, 100, 1 << 40)
-        self.context, self.assignment, self.steps = context, Assignment(1, context), Steps(context)
-        self.syncing = Syncing(context, self.steps, Events())
+        parts = self.parts = parts_of(manifest, 0, self, compute, state=PeerState.JOINING)
+        self.peer, self.clock = parts.peer, parts.clock
+        self.assignment = Assignment(1, *parts.all, None, asyncio.Event())
+        self.steps = StepProtocol(*parts.all)
+        self.syncing = Syncing(*parts.all, self.steps, Events())
         options = PeerOptions(nothing, 0, nothing)
         observer = cast(Any, SimpleNamespace(spent=lambda: ()))
         self.heartbeats = HeartbeatLoop(
@@ -52,8 +53,9 @@ class Newcomer:
             self.steps,
             self.syncing,
             observer,
-            leave=lambda reason: None,
-            say_phase=lambda phase, detail: None,
+            Events(),
+            Departure(Events()),
+            metrics_at="",
         )
         self.answer: Verdict | None = None
         self.signs: list[tuple[str, int]] = []  # state and step
@@ -83,13 +85,13 @@ class Newcomer:
     async def serves(self, step: int) -> None:
         """It serves at `step`, with a microbatch in its ledger."""
         await self.hears(SERVE)
-        self.context.ledger = Ledger(step)
-        self.context.ledger.open(0, b"", b"")
+        self.clock.ledger = Ledger(step)
+        self.clock.ledger.open(0, b"", b"")
 
     @contextlib.asynccontextmanager
     async def drains(self) -> AsyncIterator[asyncio.Task[None]]:
         """It waits until what it has in its ledger is applied."""
-        self.context.become(PeerState.DRAINING)
+        self.peer.become(PeerState.DRAINING)
         task = asyncio.create_task(self.assignment.drained(3600.0))
         try:
             yield task
@@ -170,7 +172,7 @@ def test_what_changes_while_a_sign_of_life_is_answered_is_told_at_once(
     async def main(newcomer: Newcomer) -> None:
         async def is_paused() -> None:
             newcomer.on_sign = None
-            newcomer.context.become(PeerState.PAUSED)
+            newcomer.peer.become(PeerState.PAUSED)
             newcomer.assignment.changed()
 
         await newcomer.hears(SERVE)
@@ -191,7 +193,7 @@ def test_a_step_that_is_applied_while_a_sign_of_life_is_answered_is_told_after_t
 
     async def main(newcomer: Newcomer) -> None:
         async def is_applied() -> None:
-            await newcomer.context.enter_step(newcomer.context.step + 1)
+            await newcomer.clock.enter(newcomer.clock.step + 1)
 
         await newcomer.hears(SERVE)
         newcomer.assignment.heartbeat_now.clear()
@@ -209,11 +211,11 @@ def test_who_serves_after_a_roll_back_fetches_no_state_of_the_steps_that_were_ta
     async def main(newcomer: Newcomer) -> None:
         await newcomer.hears(Verdict(1, 5, Directive.SYNC, "", 5, "digest", ("donor",)))
         await newcomer.donor_asked.wait()
-        assert newcomer.context.state is PeerState.SYNCING
+        assert newcomer.peer.state is PeerState.SYNCING
         fetching = newcomer.syncing._task
         assert fetching is not None
         await newcomer.hears(SERVE)  # the run is at step 0 again, as this peer is
-        assert newcomer.context.state is PeerState.SERVING
+        assert newcomer.peer.state is PeerState.SERVING
         assert fetching.done()
 
     with_newcomer(manifest, main)
@@ -231,13 +233,13 @@ def test_a_state_that_is_being_loaded_is_waited_for(manifest: Manifest) -> None:
         await newcomer.hears(Verdict(1, 0, Directive.SYNC, "", 0, "", ()))
         await loading.wait()
         await newcomer.hears(SERVE)
-        assert newcomer.context.state is PeerState.SYNCING
+        assert newcomer.peer.state is PeerState.SYNCING
         task = newcomer.syncing._task
         assert task is not None
         load.set()
         await task
         await newcomer.hears(SERVE)
-        assert newcomer.context.state is PeerState.SERVING
+        assert newcomer.peer.state is PeerState.SERVING
 
     with_newcomer(manifest, main)
 
@@ -250,13 +252,13 @@ def test_a_newcomer_does_not_follow_decisions_that_were_taken_back(
 
     async def main(newcomer: Newcomer) -> None:
         await newcomer.hears(Verdict(1, 1, Directive.WAIT, "", 0, "", ()))
-        steps, jobs = newcomer.steps, newcomer.context.jobs
+        steps, jobs = newcomer.steps, newcomer.parts.stage.jobs
         steps._ready[0] = Ready(Reduced(jobs.worker.reduced_sum(), lambda: None), "sum", frozenset())
         steps._decisions[0] = Apply("run", 1, 0, "sum", 1.0, 0.0, False)
         await newcomer.hears(Verdict(term, run_step, Directive.SYNC, "", 0, "", ()))
         assert newcomer.syncing._task is not None
         assert await newcomer.syncing._task
-        assert newcomer.context.step == jobs.worker.state.step == reached
+        assert newcomer.clock.step == jobs.worker.state.step == reached
 
     with_newcomer(manifest, main)
 
@@ -291,12 +293,12 @@ def test_who_drains_goes_when_its_step_is_over_without_it_and_not_while_its_work
     async def main(peer: Newcomer) -> None:
         await peer.serves(3)
         if holds_sum:
-            total = peer.context.jobs.worker.reduced_sum()
+            total = peer.parts.stage.jobs.worker.reduced_sum()
             peer.steps._ready[3] = Ready(Reduced(total, lambda: None), "sum", frozenset({0}))
         async with peer.drains() as draining:
             await peer.hears(at_step(run_step))
             assert await is_over_soon(draining) == goes
-            await peer.context.enter_step(4)  # its step is applied here as well
+            await peer.clock.enter(4)  # its step is applied here as well
             await draining
 
     with_newcomer(manifest, main)
@@ -307,9 +309,9 @@ def test_who_drains_goes_when_all_that_it_had_came_to_nothing(manifest: Manifest
         await peer.serves(3)
         async with peer.drains() as draining:
             assert not await is_over_soon(draining)
-            entry = peer.context.ledger.get(0)
+            entry = peer.clock.ledger.get(0)
             assert entry is not None
-            peer.context.ledger.drop(entry)
+            peer.clock.ledger.drop(entry)
             await peer.hears(at_step(3))
             await draining
 

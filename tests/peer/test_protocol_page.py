@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import swarmtrain.peer
-from swarmtrain.peer.context import TRANSITIONS, PeerState
+from swarmtrain.peer.identity import TRANSITIONS, PeerState
 from swarmtrain.wire.messages import MESSAGES, Code
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def test_every_state_can_be_reached_and_left() -> None:
 
 def test_no_code_changes_a_state_past_the_arrows() -> None:
     for path in Path(swarmtrain.peer.__path__[0]).glob("*.py"):
-        found = re.findall(r"^.*\bcontext\.state = .*$", path.read_text(), re.MULTILINE)
+        found = re.findall(r"^.*\bpeer\.state = .*$", path.read_text(), re.MULTILINE)
         assert not found, f"{path.name}: {found}"
 
 

@@ -12,8 +12,7 @@ from swarmtrain.model.sizes import id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
 from swarmtrain.peer import codecs as codecs_module
-from swarmtrain.peer.codecs import BadTensor
-from swarmtrain.peer.fidelity import SAMPLE_EVERY, CodecTimes, Fidelity
+from swarmtrain.peer.codecs import SAMPLE_EVERY, BadTensor, CodecTimes, Fidelity
 from swarmtrain.peer.jobs import StageJobs, StaleWork
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.reduce.coding import Reduced

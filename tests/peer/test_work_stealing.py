@@ -14,16 +14,17 @@ import pytest
 from rpc.helpers import until
 
 from swarmtrain.peer.compute import ComputeThread, Kind
-from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.peer.microbatch import Microbatches
-from swarmtrain.peer.work_stealing import Thief
+from swarmtrain.peer.work_stealing import Thief, Victim
 from swarmtrain.route.work_stealing import NUM_ASKED
 from swarmtrain.rpc.errors import LinkClosed, Refusal
 from swarmtrain.rpc.meter import LinkEstimate
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, Done, Hop, StealReply, StealRequest, Work
 
+from .parts import Parts, parts_of
 from .test_room import unmeasured
 from .test_stage_jobs import jobs_of, manifest, tokens
 
@@ -33,7 +34,7 @@ OTHERS = tuple(f"sibling {number}" for number in range(NUM_ASKED))
 
 
 async def nothing() -> None:
-    return None
+    await asyncio.sleep(0)
 
 
 class Wire:
@@ -48,6 +49,7 @@ class Wire:
         self.giver = -1  # the how manieth that is asked gives
         self.on_call: Callable[[], Awaitable[None]] = nothing
         self.asked: list[tuple[str, StealRequest]] = []
+        self.running: asyncio.Task[None]  # the thief
 
     def estimate(self, peer_id: str) -> LinkEstimate:
         return replace(unmeasured(peer_id), up_bytes_per_s=self.rates.get(peer_id))
@@ -63,26 +65,25 @@ class Wire:
         return StealReply(len(self.asked) - 1 == self.giver)
 
 
-def context_of(manifest: Manifest, compute: ComputeThread, wire: Wire) -> PeerContext:
-    nobody = cast(Any, None)
-    jobs = jobs_of(manifest, 1)
-    context = PeerContext("run", manifest, 1, "life", cast(Any, wire), compute, jobs, nobody, None, 64, 1 << 40)
-    context.state = PeerState.SERVING
-    context.contact_at = asyncio.get_running_loop().time()
-    context.siblings = OTHERS
-    return context
+def parts(manifest: Manifest, compute: ComputeThread, wire: Wire) -> Parts:
+    made = parts_of(manifest, 1, wire, compute)
+    made.peer.contact_at = asyncio.get_running_loop().time()
+    made.peer.siblings = OTHERS
+    return made
 
 
 def with_thief(manifest: Manifest, main: Callable[[ComputeThread, Wire, Thief], Awaitable[None]]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(30):
             compute, wire = ComputeThread(), Wire()
-            thief = Thief(context_of(manifest, compute, wire))
+            thief = Thief(*parts(manifest, compute, wire).all)
             one_round(thief)
+            wire.running = asyncio.create_task(thief.run())
             try:
                 await main(compute, wire, thief)
             finally:
-                await thief.close()
+                wire.running.cancel()
+                await asyncio.gather(wire.running, return_exceptions=True)
                 await compute.stop()
 
     asyncio.run(bounded())
@@ -94,7 +95,7 @@ def one_round(thief: Thief) -> None:
 
 
 async def asked_all(thief: Thief) -> None:
-    await until(lambda: thief._asking is None, "the round is over")
+    await until(lambda: not thief._stage.compute.ran_out.is_set(), "the round is over")
 
 
 # -- asking
@@ -188,12 +189,12 @@ def test_who_cannot_do_what_it_has_asks_for_more_when_it_can_again(manifest: Man
     """It is done with everything at once: it would get all that waits in its stage, and spoil it."""
 
     async def main(compute: ComputeThread, wire: Wire, thief: Thief) -> None:
-        context, siblings = thief._context, thief._context.siblings
-        context.siblings = ()  # nobody knows yet that it is broken: of this one time it would ask
+        peer, siblings = thief._peer, thief._peer.siblings
+        peer.siblings = ()  # nobody knows yet that it is broken: of this one time it would ask
         for number in range(3):
             with pytest.raises(ZeroDivisionError):
                 await compute.run(Kind.FORWARD, number, lambda: 1 / 0)
-            context.siblings = siblings
+            peer.siblings = siblings
         await compute.run(Kind.MESSAGE, 0, lambda: None)  # what the thread said before has been heard by now
         assert wire.asked == []
         await compute.run(Kind.FORWARD, 3, lambda: None)
@@ -205,20 +206,20 @@ def test_who_cannot_do_what_it_has_asks_for_more_when_it_can_again(manifest: Man
 @pytest.mark.parametrize("why", ["paused", "uplink", "no contact", "applying", "ledger", "alone"])
 def test_who_could_not_do_more_asks_nobody(manifest: Manifest, why: str) -> None:
     async def main(compute: ComputeThread, wire: Wire, thief: Thief) -> None:
-        context = thief._context
+        peer, clock = thief._peer, thief._clock
         match why:
             case "paused":
-                context.become(PeerState.PAUSED)
+                peer.become(PeerState.PAUSED)
             case "uplink":
                 wire.waiting_bytes = 1 << 40
             case "no contact":
-                context.contact_at = -1e9
+                peer.contact_at = -1e9
             case "applying":
-                context.is_applying = True
+                clock.is_applying = True
             case "alone":
-                context.siblings = ()
+                peer.siblings = ()
             case _:
-                context.max_ledger_bytes = -1
+                clock.max_ledger_bytes = -1
         await compute.run(Kind.FORWARD, 0, lambda: None)
         await compute.run(Kind.MESSAGE, 0, lambda: None)  # what the thread said before has been heard by now
         assert wire.asked == []
@@ -248,11 +249,19 @@ def test_who_lacks_a_faster_line_asks_nobody(manifest: Manifest, rate: float | N
 
 def test_nobody_is_asked_after_the_end(manifest: Manifest) -> None:
     async def main(compute: ComputeThread, wire: Wire, thief: Thief) -> None:
-        await thief.close()
+        async def ends() -> None:
+            wire.running.cancel()
+            await nothing()
+
+        wire.on_call = ends
         await compute.run(Kind.FORWARD, 0, lambda: None)
+        await asyncio.wait([wire.running])
+        assert len(wire.asked) == 1
+        compute.ran_out.clear()
+        await compute.run(Kind.FORWARD, 1, lambda: None)
         await compute.run(Kind.MESSAGE, 0, lambda: None)
-        assert wire.asked == []
-        assert thief._asking is None
+        assert compute.ran_out.is_set()  # it has run out again, and nobody listens
+        assert len(wire.asked) == 1
 
     with_thief(manifest, main)
 
@@ -290,10 +299,12 @@ class Busy:
     """A peer of the last stage whose processor is taken, so that what comes waits."""
 
     def __init__(self, manifest: Manifest, compute: ComputeThread) -> None:
-        self.context = context_of(manifest, compute, Wire())
-        self.microbatches = Microbatches(self.context)
+        self.parts = parts(manifest, compute, Wire())
+        thief = Thief(*self.parts.all)
+        self.microbatches = Microbatches(*self.parts.all, None, thief, max_queue=64)
+        self.victim = Victim(*self.parts.all)
         self.go = threading.Event()
-        self._manifest, self._above = manifest, jobs_of(manifest, 0)
+        self._manifest, self._upstream = manifest, jobs_of(manifest, 0)
         self.callers: list[Caller] = []
         self._is_occupied = threading.Event()
         self.occupied = asyncio.create_task(compute.run(Kind.STEP, -1, self._occupy))
@@ -307,10 +318,10 @@ class Busy:
         """Asked for a microbatch; returns when that waits."""
         await until(self._is_occupied.is_set, "the processor is taken: the job that takes it waits no more")
         ids = tokens(self._manifest, microbatch)
-        boundary = self._above.forward(Entry(microbatch, ids, b""), 0).payload
+        boundary = self._upstream.forward(Entry(microbatch, ids, b""), 0).payload
         work = Work("run", 0, 1, 0, microbatch, 0, False, (), ids, boundary, is_stolen=is_stolen)
         self.callers.append(Caller())
-        compute, counters = self.context.compute, self.context.counters
+        compute, counters = self.parts.compute, self.parts.peer.counters
         before = compute.backlog() + counters.joined
         task = asyncio.create_task(self.microbatches.work(work, cast(Any, self.callers[-1])))
         await until(lambda: compute.backlog() + counters.joined > before, "it waits")
@@ -318,7 +329,7 @@ class Busy:
 
     async def asked(self, request: StealRequest | None = None, by: str = OTHERS[0]) -> bool:
         exchange = cast(Any, SimpleNamespace(peer_id=by))
-        return (await self.microbatches.victim.steal(request or StealRequest("run", 1, 0.0, 2.0), exchange)).is_stolen
+        return (await self.victim.steal(request or StealRequest("run", 1, 0.0, 2.0), exchange)).is_stolen
 
 
 def with_busy_peer(manifest: Manifest, main: Callable[[Busy], Awaitable[None]]) -> None:
@@ -343,11 +354,11 @@ def test_what_would_be_done_last_goes_to_the_one_that_asks_and_the_rest_is_done(
         with pytest.raises(Refusal) as caught:
             await tasks[0]
         assert (caught.value.code, caught.value.redirect_to) == (Code.REDIRECTED, OTHERS[0])
-        assert {entry.microbatch for entry in busy.context.ledger} == {0, 1}
+        assert {entry.microbatch for entry in busy.parts.ledger} == {0, 1}
         busy.go.set()
         assert [len((await task).route) for task in tasks[1:]] == [1, 1]
-        assert busy.context.ledger.accumulated() == {0, 1}
-        assert busy.context.counters.refused == {Code.REDIRECTED: 1}
+        assert busy.parts.ledger.accumulated() == {0, 1}
+        assert busy.parts.peer.counters.refused == {Code.REDIRECTED: 1}
 
     with_busy_peer(manifest, main)
 
@@ -362,7 +373,7 @@ def test_a_piece_that_went_comes_back_as_any_other(manifest: Manifest) -> None:
         again = await busy.take(1)
         busy.go.set()
         await again
-        assert busy.context.ledger.accumulated() >= {1}
+        assert busy.parts.ledger.accumulated() >= {1}
 
     with_busy_peer(manifest, main)
 
@@ -378,7 +389,7 @@ def test_what_two_have_sent_goes_if_one_of_them_still_waits(manifest: Manifest) 
             assert (caught.value.code, caught.value.redirect_to) == (Code.REDIRECTED, OTHERS[0])
         busy.go.set()
         await tasks[0]
-        assert busy.context.ledger.accumulated() == {0}
+        assert busy.parts.ledger.accumulated() == {0}
 
     with_busy_peer(manifest, main)
 
@@ -408,16 +419,16 @@ def test_what_stays(manifest: Manifest, why: str) -> None:
                 for caller in busy.callers:
                     caller.caller_gone.set()
             case "leaves":
-                busy.context.become(PeerState.DRAINING)
+                busy.parts.peer.become(PeerState.DRAINING)
             case "pauses":
-                busy.context.become(PeerState.PAUSED)
+                busy.parts.peer.become(PeerState.PAUSED)
         load_s = 1e3 if why == "asker holds more" else 0.0
         assert not await busy.asked(
             StealRequest("run", 1, load_s, 2.0), by="stranger" if why == "stranger" else OTHERS[0]
         )
         busy.go.set()
         await asyncio.gather(*tasks)
-        await until(lambda: len(busy.context.ledger.accumulated()) == (0 if why == "nothing waits" else 2), "done here")
+        await until(lambda: len(busy.parts.ledger.accumulated()) == (0 if why == "nothing waits" else 2), "done here")
 
     with_busy_peer(manifest, main)
 

@@ -1,4 +1,4 @@
-"""A stage's sum: everybody leaves with the same bits, which are the exact sum; failures name who did not deliver."""
+"""A stage's all-reduce gives every peer the bits of the exact sum; a failure names the peers that did not deliver."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 1000
 
 
 class FakeNode:
-    """Calls the reductions of the other peers directly; `dead` ones cannot be reached."""
+    """Calls the other peers' all-reduces directly; `dead` ones cannot be reached."""
 
     def __init__(self, peer_id: str, group: dict[str, AllReduce], dead: set[str]) -> None:
         self.peer_id, self._group, self._dead = peer_id, group, dead
@@ -55,7 +55,7 @@ def share(seed: int) -> torch.Tensor:
 
 
 class Group:
-    """Reductions of one attempt, one per peer."""
+    """One attempt: an all-reduce per peer."""
 
     def __init__(self, num_peers: int, workers: set[int], dead: set[str] | None = None) -> None:
         self.prepare = roster(num_peers, workers)
@@ -81,7 +81,7 @@ def bounded(work: Coroutine[Any, Any, None]) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 6), st.data())
-def test_everybody_gets_the_same_bits_and_they_are_the_exact_sum(num_peers: int, data: st.DataObject) -> None:
+def test_every_peer_gets_the_same_bits_and_they_are_the_exact_sum(num_peers: int, data: st.DataObject) -> None:
     workers = data.draw(st.sets(st.integers(0, num_peers - 1), min_size=1))
 
     async def main() -> None:
@@ -95,7 +95,7 @@ def test_everybody_gets_the_same_bits_and_they_are_the_exact_sum(num_peers: int,
 
 
 @pytest.mark.parametrize(("num_peers", "piece_elements"), [(3, 10), (8, 40), (20, 7)])
-def test_many_pieces_among_many_peers_do_not_wait_in_a_circle(
+def test_many_pieces_among_many_peers_do_not_deadlock(
     monkeypatch: pytest.MonkeyPatch, num_peers: int, piece_elements: int
 ) -> None:
     monkeypatch.setattr("swarmtrain.reduce.partition.PIECE_ELEMENTS", piece_elements)
@@ -114,7 +114,7 @@ def test_control_shares_off_the_grid_would_depend_on_their_order() -> None:
     assert shares[0] + shares[1] + shares[2] != shares[0] + shares[2] + shares[1]
 
 
-def test_who_does_not_deliver_is_named() -> None:
+def test_a_peer_that_does_not_deliver_is_named() -> None:
     async def main() -> None:
         group = Group(3, {0, 1, 2}, dead={"peer2"})
         with pytest.raises(AllReduceFailed) as failed:
@@ -124,7 +124,7 @@ def test_who_does_not_deliver_is_named() -> None:
     bounded(main())
 
 
-def test_an_owner_that_waits_in_vain_names_whose_share_is_missing() -> None:
+def test_an_owner_names_the_peers_whose_shares_are_missing() -> None:
     async def main() -> None:
         group = Group(3, {0, 1, 2})
         running = [asyncio.create_task(group.run(peer)) for peer in ("peer0", "peer2")]  # peer1 never begins
@@ -177,7 +177,7 @@ def test_a_stranger_a_foreign_piece_and_a_peer_without_work_are_refused() -> Non
     bounded(main())
 
 
-def test_giving_up_tells_whoever_waits() -> None:
+def test_giving_up_refuses_the_peers_that_wait() -> None:
     async def main() -> None:
         group = Group(2, {0, 1})
         waiting = asyncio.create_task(group.run("peer1"))
@@ -207,7 +207,7 @@ def test_a_second_share_of_the_same_peer_changes_nothing() -> None:
     bounded(main())
 
 
-def test_a_sum_beyond_the_exact_range_is_not_a_number_for_everybody() -> None:
+def test_a_sum_beyond_the_exact_range_is_not_a_number_at_every_peer() -> None:
     async def main() -> None:
         group = Group(2, {0, 1})
         for i in range(2):

@@ -44,7 +44,7 @@ def gradient(size: int, seed: int) -> torch.Tensor:
 
 
 async def reduced_by_all(coders: list[StageCoder], shares: list[torch.Tensor | None]) -> list[Reduced]:
-    """What every peer of the stage leaves with, over reductions that call each other."""
+    """What every peer of the stage leaves with, over all-reduces that call each other."""
     layout = coders[0].layout
     owned = owned_elements(stage_elements(layout, compress=True), [(0.0, 0.0)] * len(coders))
     roster = tuple(
@@ -268,7 +268,7 @@ def test_compression_that_does_not_help_is_given_up() -> None:
 
 
 def choices(policy: StageCompression, times: dict[bool, float], num_steps: int) -> list[bool]:
-    """Whether stage 0 compresses in each of the next steps; its reductions take `times`, the others' half a second."""
+    """Whether stage 0 compresses in each of the next steps; its all-reduces take `times`, the others' half a second."""
     found = []
     for _ in range(num_steps):
         chosen = policy.choose()
@@ -321,10 +321,10 @@ def test_fused_synchronization_equals_the_unfused_one_and_moves_less(first: int,
             await asyncio.gather(*(members[names[i]].run(out) for i, out in zip(peers, outs, strict=True)))
             return outs, sum(item.num_sent + item.num_received for item in members.values())
 
-        everybody = list(range(first + last))
-        fused, fused_moved = await group(everybody)
-        side_one, moved_one = await group(everybody[:first])
-        side_two, moved_two = await group(everybody[first:])
+        all_peers = list(range(first + last))
+        fused, fused_moved = await group(all_peers)
+        side_one, moved_one = await group(all_peers[:first])
+        side_two, moved_two = await group(all_peers[first:])
         unfused = side_one[0] + side_two[0]
         assert all(torch.equal(out, fused[0]) for out in fused)
         assert torch.allclose(fused[0], unfused, rtol=1e-6, atol=1e-9)

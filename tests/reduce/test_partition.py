@@ -34,7 +34,7 @@ def test_a_peer_with_a_much_slower_line_owns_less_whichever_way_it_is(slow: tupl
     assert least < min(others) / 2
 
 
-def test_a_wide_downlink_does_not_stand_for_an_uplink_that_nobody_knows() -> None:
+def test_a_wide_downlink_does_not_stand_for_an_unknown_uplink() -> None:
     equal = owned_elements(8_000_000, [(2.5e6, 0.0)] * 8)
     assert owned_elements(8_000_000, [(0.0, 125e6), *[(2.5e6, 0.0)] * 7]) == equal
     assert owned_elements(8_000_000, [(0.0, 125e6), *[(0.0, 0.0)] * 7]) == equal
@@ -42,8 +42,8 @@ def test_a_wide_downlink_does_not_stand_for_an_uplink_that_nobody_knows() -> Non
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.floats(1e4, 1e9), min_size=3, max_size=10))
-def test_no_linear_program_finds_a_quicker_reduction(rates: list[float]) -> None:
-    """The outside oracle: minimise t, so that 1 + (n - 2) s <= t * rate for everybody, and the shares s make up 1."""
+def test_no_linear_program_finds_a_quicker_all_reduce(rates: list[float]) -> None:
+    """The outside oracle: minimise t, so that 1 + (n - 2) s <= t * rate for every peer, and the shares s make up 1."""
     size, count = 10**9, len(rates)
     scale = max(rates)
     limits = np.diag([count - 2.0] * count)

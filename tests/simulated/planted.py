@@ -89,7 +89,7 @@ DEFECTS = (
                 "peer/microbatch.py",
                 "        if entry is not None and entry.answer is not None:\n",
                 "        if entry is not None and entry.answer is not None and"
-                " context.ledger._entries.pop(work.microbatch):\n"
+                " clock.ledger._entries.pop(work.microbatch):\n"
                 "            entry = None\n"
                 "        if entry is not None and entry.answer is not None:\n",
             ),
@@ -155,7 +155,7 @@ DEFECTS = (
         "work of the next step is taken before this one is applied",
         (
             Change(
-                "peer/context.py",
+                "peer/step_clock.py",
                 "        if step == self.step + 1 or (step == self.step and self.is_applying):\n",
                 "        if step == self.step + 1:\n            return\n"
                 "        if step == self.step and self.is_applying:\n",
@@ -167,7 +167,7 @@ DEFECTS = (
         "an owner takes a share of an attempt that was given up for one of the attempt under way",
         (
             Change(
-                "peer/attempts.py",
+                "peer/attempt.py",
                 "        if attempt is None or attempt.key != wanted:\n",
                 "        if attempt is None or attempt.key[:2] != wanted[:2]:\n",
             ),
@@ -179,8 +179,8 @@ DEFECTS = (
         (
             Change(
                 "reduce/shares.py",
-                "        summed = added(shares) if total is None else total\n",
-                "        summed = sum(added([share]).astype(np.float32) for share in shares)\n",
+                "        summed = add_shares(shares) if total is None else total\n",
+                "        summed = sum(add_shares([share]).astype(np.float32) for share in shares)\n",
             ),
         ),
     ),
@@ -250,17 +250,17 @@ DEFECTS = (
                 "",
             ),
             Change(
-                "peer/steps.py",
+                "peer/step.py",
                 "    async def load(self, source: StateSource, *, term: int) -> None:\n",
                 '    async def load(self, source: StateSource, *, term: int, offered: str = "") -> None:\n',
             ),
             Change(
-                "peer/steps.py",
+                "peer/step.py",
                 "            self.last_applied = Applied(source.step, digest)\n",
                 "            self.last_applied = Applied(source.step, offered or digest)\n",
             ),
             Change(
-                "peer/syncing.py",
+                "peer/join.py",
                 "download.basis_epoch, download.buffers), term=order.term)\n",
                 "download.basis_epoch, download.buffers), term=order.term, offered=order.sync_digest)\n",
             ),

@@ -211,7 +211,7 @@ def test_messages_of_another_epoch_of_the_subspace_are_refused(simulated: Make) 
         tokens = bytes(17)
         work = Work(status["run"], status["term"], 1, step, 5, epoch, False, (), tokens, boundary)
         try:
-            await sender.daemon.settled.node.call(target.peer_id, work, deadline_s=30.0)
+            await sender.daemon.assignment.peer.node.call(target.peer_id, work, deadline_s=30.0)
         except CallRefused as refusal:
             found.append(refusal.code)
 

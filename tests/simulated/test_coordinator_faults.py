@@ -84,7 +84,7 @@ def test_a_stage_whose_sum_died_with_its_holders_is_prepared_again_before_the_de
         assert coordinator.has("peer_lost", peer=other.peer_id)  # it has no part in that
         block(swarm, coordinator, other, blocked=False)
         swarm.until(lambda: len(list(coordinator.said("peer_joined", peer=other.peer_id))) == 2, "it is back")
-        assert other.daemon.settled.step == 2
+        assert other.daemon.assignment.clock.step == 2
         holder.kill(power_loss=power_loss)
         swarm.run_for(2.5)  # longer than an answer counts without being asked again
         last.machine.release_device()
@@ -96,7 +96,7 @@ def test_a_stage_whose_sum_died_with_its_holders_is_prepared_again_before_the_de
 def reroutes(life: Life) -> dict[str, int]:
     """Calls of the next stage that went elsewhere, by cause."""
     daemon = life.daemon
-    dispatcher = daemon.context.dispatcher if life.stage < 0 else daemon.settled.dispatcher
+    dispatcher = daemon.context.dispatcher if life.stage < 0 else daemon.assignment.dispatcher
     return dict(dispatcher.counters.rerouted)
 
 
@@ -124,8 +124,8 @@ def test_a_peer_does_not_shun_its_neighbours_when_its_own_transport_was_away(tmp
         swarm.start(num_peers=3)  # two of stage 0, one of stage 1
         first = swarm.peers[0]
         swarm.until(lambda: swarm.step == 2, "two steps")
-        sent = first.daemon.settled.dispatcher.counters.sent
-        swarm.until(lambda: first.daemon.settled.dispatcher.counters.sent > sent, "it has called the next stage")
+        sent = first.daemon.assignment.dispatcher.counters.sent
+        swarm.until(lambda: first.daemon.assignment.dispatcher.counters.sent > sent, "it has called the next stage")
         host = first.process.host
         assert host is not None
         first.process.call_soon(host.fail)
@@ -293,7 +293,7 @@ def test_a_wrong_first_comer_after_a_restart_is_not_the_truth(tmp_path: Path) ->
         for other in others:
             block(swarm, coordinator, other)
         swarm.start_coordinator()
-        swarm.until(lambda: first.daemon.settled.step == 3, "the first comer has applied the step")
+        swarm.until(lambda: first.daemon.assignment.clock.step == 3, "the first comer has applied the step")
         swarm.run_for(2.0)
         assert swarm.step == 2
         for other in others:
@@ -348,7 +348,7 @@ def test_a_peer_whose_clock_is_an_hour_off_takes_part(tmp_path: Path, seconds: f
         swarm._life("odd", 0).machine.step_clock(seconds)
         odd = swarm.start_peer("odd", 0, speed=0.1)
         swarm.until(lambda: odd in swarm.serving(0), "it serves", limit_s=60.0)
-        swarm.until(lambda: odd.daemon.settled.counters.microbatches > 3, "it is given work", limit_s=60.0)
+        swarm.until(lambda: odd.daemon.assignment.peer.counters.microbatches > 3, "it is given work", limit_s=60.0)
 
 
 def test_a_coordinator_that_comes_back_with_another_time_goes_by_that_of_its_peers(tmp_path: Path) -> None:

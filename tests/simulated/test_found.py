@@ -82,7 +82,7 @@ def test_a_peer_that_answers_is_not_lost_for_want_of_a_sign_of_life(simulated: M
     swarm.start(num_peers=6)
     wait_step(swarm, 1)
     peer = swarm.peers[1]
-    node = peer.daemon.settled.node
+    node = peer.daemon.assignment.peer.node
     calls, real = 0, node.call
 
     async def call(peer_id: str, request: object, *arguments: object, **options: object) -> object:
@@ -131,7 +131,7 @@ def test_a_peer_between_two_stages_hears_that_the_run_is_complete(simulated: Mak
     assert not swarm.is_over
     target = (peer.stage + 1) % 3
     coordinator.daemon.moves._moving[peer.peer_id] = (target, swarm.now + 120.0)
-    peer.process.call_soon(lambda: peer.daemon._move(target))
+    peer.process.call_soon(lambda: peer.daemon.departure.move(target))
     assert_reference(swarm, references)  # which waits until all daemons have ended
     assert peer.has("phase_reached", phase="draining", detail=f"moves to stage {target}")
     assert peer.has("phase_reached", phase="gone", detail="the run is complete")
@@ -147,12 +147,12 @@ def test_work_that_waits_for_another_stage_when_its_peer_moves_is_refused(
     swarm.start_peer("other", 0)
     last = [swarm.start_peer(name, 1) for name in ("last0", "last1")]
     wait_step(swarm, 2)
-    swarm.until(lambda: any(entry.task for entry in mover.daemon.settled.ledger), "the mover has work in hand")
-    former = mover.daemon.settled
+    swarm.until(lambda: any(entry.task for entry in mover.daemon.assignment.clock.ledger), "the mover has work in hand")
+    former = mover.daemon.assignment
     for peer in last:
         peer.process.stop()
-    mover.process.call_soon(lambda: mover.daemon._move(0))
-    swarm.until(lambda: mover.daemon.settled not in (None, former), "it has another assignment")
+    mover.process.call_soon(lambda: mover.daemon.departure.move(0))
+    swarm.until(lambda: mover.daemon.assignment not in (None, former), "it has another assignment")
     for peer in last:
         peer.process.resume()
     assert_as_good_as_reference(swarm, references)

@@ -50,7 +50,7 @@ def outcomes(swarm: SimulatedSwarm, sender: Life, target: Life, messages: Sequen
     """What becomes of messages that one daemon's own host sends to another: the code of the refusal, or ANSWERED."""
     found: dict[int, str] = {}
     daemon = sender.daemon
-    node = daemon.context.node if sender.stage < 0 else daemon.settled.node
+    node = daemon.context.node if sender.stage < 0 else daemon.assignment.peer.node
 
     async def ask(number: int, message: Message) -> None:
         try:
@@ -144,11 +144,11 @@ def test_orders_that_do_not_fit_are_refused_even_from_the_coordinator(simulated:
     first, middle = peers[:2]
     status = swarm.coordinator.status()
     run, term, step = status["run"], status["term"], status["step"]
-    layouts = [peer.daemon.settled.jobs.worker.state.layout for peer in (first, middle)]
+    layouts = [peer.daemon.assignment.stage.layout for peer in (first, middle)]
     sizes = [stage_elements(layout, compress=False) for layout in layouts]
 
     def entry(peer: Life, owned: int, incarnation: str = "", microbatches: bytes = b"") -> RosterEntry:
-        return RosterEntry(peer.peer_id, incarnation or peer.daemon.settled.incarnation, microbatches, owned)
+        return RosterEntry(peer.peer_id, incarnation or peer.daemon.assignment.peer.incarnation, microbatches, owned)
 
     attempt = 3  # of each of two groups, one was made in the first step
     fine = Prepare(run, term, 1, step, attempt, (entry(middle, sizes[1]),))
@@ -205,7 +205,7 @@ def test_a_share_that_is_none_costs_its_sender_the_attempt(
     swarm.start_coordinator(min_peers=4)
     peers = [swarm.start_peer(f"peer{number}", number % 3) for number in range(4)]
     wait_step(swarm, 1)
-    node = peers[0].daemon.settled.node
+    node = peers[0].daemon.assignment.peer.node
     spoilt: list[str] = []
     call, handler = node.call, peers[0].daemon._handlers[ReduceShare]
 
@@ -239,8 +239,8 @@ def test_records_that_say_nothing_are_as_good_as_absent(simulated: Make, referen
     peers = [swarm.start_peer(f"peer{stage}", stage, may_move=True) for stage in range(3)]
     wait_step(swarm, 1)
     liar, reader = peers[:2]
-    directory = liar.daemon.settled.dispatcher.neighbours._directory
-    neighbours = reader.daemon.settled.dispatcher.neighbours
+    directory = liar.daemon.assignment.dispatcher.neighbours._directory
+    neighbours = reader.daemon.assignment.dispatcher.neighbours
     good = neighbours.records[peers[2].peer_id].as_value()
     lies: list[Any] = [b"no mapping", {}]
     lies += [{**good, key: value} for key, value in (("s", 5), ("t", -1), ("f", "fast"), ("r", 1), ("a", "here"))]

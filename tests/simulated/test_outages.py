@@ -23,7 +23,7 @@ def test_a_directory_that_fails_for_a_while_stops_nothing(simulated: Make, refer
     swarm.start_coordinator(min_peers=2, moves=MoveRules(look_s=0.5))
     peers = [swarm.start_peer(f"peer{stage}", stage, speed=0.2, may_move=True) for stage in range(2)]
     wait_step(swarm, 2)
-    directory: Any = peers[0].daemon.settled.dispatcher.neighbours._directory
+    directory: Any = peers[0].daemon.assignment.dispatcher.neighbours._directory
     usual = (directory.lookup, directory.announce)
     failed: set[str] = set()
 
@@ -71,7 +71,7 @@ def test_an_owner_who_asks_at_the_wrong_time_is_told_so(simulated: Make, referen
     swarm.start(num_peers=2)
     wait_step(swarm, 1)
     newcomer = swarm.start_peer("newcomer", 1, speed=0.05)
-    swarm.until(lambda: newcomer.daemon is not None and newcomer.daemon.settled is not None, "it has a stage")
+    swarm.until(lambda: newcomer.daemon is not None and newcomer.daemon.assignment is not None, "it has a stage")
     answers: list[Any] = []
 
     async def ask(life: Any, command: str) -> None:

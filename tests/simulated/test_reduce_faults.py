@@ -83,7 +83,7 @@ def test_a_copy_of_the_state_that_cannot_be_made_costs_nothing_but_the_copy(make
     swarm.start(num_peers=4)
     swarm.until(lambda: swarm.step >= 2, "two steps")
     failing = swarm.peers[1]
-    jobs: Any = failing.daemon.settled.jobs
+    jobs: Any = failing.daemon.assignment.stage.jobs
     copy, failures = jobs.copy_state, []
 
     def no_memory() -> Any:

@@ -49,7 +49,7 @@ def test_messages_of_another_run_stage_step_or_term_are_refused(simulated: Make,
 
     async def ask(number: int, message: Message) -> None:
         try:
-            answer = await sender.daemon.settled.node.call(target.peer_id, message, deadline_s=120.0)
+            answer = await sender.daemon.assignment.peer.node.call(target.peer_id, message, deadline_s=120.0)
             found[number] = f"answered {answer.wire.kind}"
         except CallRefused as refusal:
             found[number] = refusal.code

@@ -14,7 +14,7 @@ from swarmtrain.errors import ExitCode
 from swarmtrain.observe.events import Events
 from swarmtrain.p2p.host import Host
 from swarmtrain.p2p.network import HostOptions
-from swarmtrain.peer.coordinator_link import RunUnreachable
+from swarmtrain.peer.contacts import RunUnreachable
 from swarmtrain.peer.daemon import PeerDaemon
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.run.invite import Invite, parse_invite

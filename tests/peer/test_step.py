@@ -8,54 +8,58 @@ from typing import Any, cast
 
 import pytest
 
-from swarmtrain.peer.context import PeerContext, PeerState
-from swarmtrain.peer.steps import Steps
+from swarmtrain.peer.attempt import Attempt
+from swarmtrain.peer.identity import PeerIdentity, PeerState
+from swarmtrain.peer.step import StepProtocol
+from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.rpc.errors import Refusal
-from swarmtrain.wire.messages import Code, Prepare, Prepared, Unprepared
+from swarmtrain.wire.messages import Code, Prepare, Prepared, RosterEntry, Unprepared
 
 ENDED = Prepared(1.0, "sum", "")
+ROSTER = (RosterEntry("p", "life", b"", 1),)
 
 
-class Still(Steps):
+async def nothing() -> None:
+    return None
+
+
+class Still(StepProtocol):
     """An attempt lasts until `finish`, and takes until `let_go` to end when it is given up."""
 
     def __init__(self) -> None:
-        state = SimpleNamespace(gradient_size=1)
-        jobs = SimpleNamespace(worker=SimpleNamespace(state=state), drop_work=lambda: None)
-        nothing = cast(Any, None)
-        context = PeerContext(
-            "run", nothing, 0, "life", nothing, cast(Any, self), cast(Any, jobs), cast(Any, self), nothing, 4, 100
-        )
-        context.state = PeerState.SERVING
-        super().__init__(context)
-        self.context = context
+        layout = SimpleNamespace(gradient_size=1, num_fused=0, factored=())
+        coder = SimpleNamespace(spec=SimpleNamespace(kind="none"))
+        device = SimpleNamespace(check=lambda: None, hangs=False)
+        stage = SimpleNamespace(layout=layout, coder=coder, device=device, drop_work=nothing)
+        self.identity = PeerIdentity("run", 0, "life", cast(Any, self), self, state=PeerState.SERVING)
+        super().__init__(self.identity, StepClock(self.identity, 100), cast(Any, stage))
         self.begun: asyncio.Queue[int] = asyncio.Queue()
         self.given_up: asyncio.Queue[int] = asyncio.Queue()
         self.called_off: dict[int, asyncio.Event] = {}
         self.reports: list[Any] = []
         self.let_go, self.finish = asyncio.Event(), asyncio.Event()
 
+    peer_id = "p"
+
     async def is_coordinator(self, peer_id: str) -> bool:
         return True
 
-    async def run(self, kind: object, microbatch: int, job: Any) -> None:
-        job()
+    def ask_for_news(self) -> None:
+        raise AssertionError
 
-    def _check_roster(self, prepare: Prepare) -> None:
-        return None
-
-    async def _prepare(self, prepare: Prepare, *, listens: bool = False) -> Prepared | Unprepared:
-        self.begun.put_nowait(prepare.attempt)
+    async def _reduce(self, attempt: Attempt) -> Prepared | Unprepared:
+        number = attempt.prepare.attempt
+        self.begun.put_nowait(number)
         try:
             await self.finish.wait()
         except asyncio.CancelledError:
-            self.given_up.put_nowait(prepare.attempt)
+            self.given_up.put_nowait(number)
             await self.let_go.wait()
             raise
         return ENDED
 
     def ask(self, attempt: int) -> asyncio.Task[Prepared | Unprepared]:
-        request = Prepare("run", 1, 0, 0, attempt, (), (), False)
+        request = Prepare("run", 1, 0, 0, attempt, ROSTER, (), False)
         return asyncio.create_task(self.prepare(request, cast(Any, self.exchange(attempt))))
 
     def exchange(self, attempt: int) -> Any:
@@ -102,13 +106,13 @@ def test_a_peer_that_begins_to_fetch_its_state_begins_no_attempt_of_its_former_l
         assert await steps.begun.get() == 1
         second = steps.ask(2)
         assert await steps.given_up.get() == 1
-        steps.context.become(PeerState.SYNCING)
+        steps.identity.become(PeerState.SYNCING)
         forgetting = asyncio.create_task(steps.forget())
         third = steps.ask(3)  # heard as by any newcomer
         await turn()
         steps.let_go.set()
         await forgetting
         assert await refusal_of(first) == await refusal_of(second) == await refusal_of(third) == Code.AHEAD
-        assert steps.attempts._task is None
+        assert steps.attempts._current is None
 
     asyncio.run(asyncio.wait_for(main(), 20.0))

@@ -1,13 +1,18 @@
-"""How a peer finds and keeps the run's coordinator: by its record in the directory, signed by the run's key."""
+"""Whom a peer finds in the directory: the run's coordinator, and the addresses of peers that it has never met.
+
+The coordinator's record is signed by the run's key. The directory's own contacts cover a few dozen peers; in a larger
+stage a roster names strangers, and their addresses are in the records that they announce under the stage's topic.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from swarmtrain.chain.claim import Claim
+from swarmtrain.chain.neighbours import PeerRecord, stage_topic
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, RunRefused, checked_offer
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.directory.directory import Directory, TopicRule
@@ -26,7 +31,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", bound=Message)
 
 LOOK_AGAIN_S = 0.3
-DOUBT_S = 1.0  # how often strangers who claim to coordinate may make this peer read the directory
+STRANGERS_S = 1.0  # the directory is read for strangers so often at most
+DOUBT_S = 1.0  # how often strangers that claim to coordinate may make this peer read the directory
 
 
 class RunUnreachable(SwarmtrainError):
@@ -42,7 +48,7 @@ def directory_rules(invite: Invite) -> Mapping[str, TopicRule]:
 
 
 class CoordinatorLink:
-    """Knows who coordinates now."""
+    """Knows which peer coordinates now."""
 
     def __init__(self, invite: Invite, host: NetworkHost, node: Node, directory: Directory) -> None:
         self._invite, self._host, self._node, self._directory = invite, host, node, directory
@@ -51,7 +57,7 @@ class CoordinatorLink:
         self.rules = MoveRules()  # how the run rebalances, as its coordinator announces it
         self.is_over = False  # the run is complete, and its coordinator may be gone
         self.wants_look = False
-        self.on_doubt: Callable[[], None] = lambda: None
+        self.heartbeat_now = asyncio.Event()  # a heartbeat should not wait for its turn
         self._doubting = asyncio.Lock()
         self._doubted_at = -DOUBT_S
 
@@ -90,9 +96,9 @@ class CoordinatorLink:
             raise Refusal(Code.OLD_TERM, f"term {term} is over; the coordinator's term is {self.term}")
 
     def ask_for_news(self) -> None:
-        """Somebody speaks of a newer term."""
+        """A neighbour speaks of a newer term."""
         self.wants_look = True
-        self.on_doubt()
+        self.heartbeat_now.set()
 
     async def _directory_may_change(self) -> None:
         """The directory has no notifications: look again after a moment."""
@@ -145,3 +151,43 @@ class CoordinatorLink:
                         f"the coordinator does not answer: {error}", fix="is it running, and reachable from here?"
                     ) from error
             await asyncio.sleep(retry_after_s)
+
+
+class Strangers:
+    """Reads the records of some stages when a peer in them cannot be reached."""
+
+    def __init__(self, host: NetworkHost, directory: Directory) -> None:
+        self._host, self._directory = host, directory
+        self._stages: tuple[int, ...] = ()
+        self._met: dict[str, tuple[str, ...]] = {}  # addresses, as last announced
+        self._looking = asyncio.Lock()
+        self._looked_at = -STRANGERS_S
+
+    def expect_from(self, stages: Iterable[int]) -> None:
+        """From now on this peer may have to call strangers of these stages."""
+        self._stages = tuple(sorted(set(stages)))
+
+    async def meet(self, peer_id: str) -> bool:
+        """A peer could not be dialed; whether the directory says something of it that was not known before."""
+        known = self._met.get(peer_id)
+        async with self._looking:
+            loop = asyncio.get_running_loop()
+            if self._met.get(peer_id) == known and loop.time() - self._looked_at >= STRANGERS_S:
+                self._met = await self._look()
+                self._looked_at = loop.time()
+        return self._met.get(peer_id, known) != known
+
+    async def _look(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+        for stage in self._stages:
+            try:
+                records = await self._directory.lookup(stage_topic(stage))
+            except SwarmtrainError as error:
+                log.debug("cannot read the directory: %s", error)
+                continue
+            for peer_id, record in records.items():
+                parsed = PeerRecord.from_value(record.value)
+                if parsed is not None and peer_id != self._host.peer_id:
+                    self._host.learn(parsed.addresses, of=peer_id)
+                    found[peer_id] = parsed.addresses
+        return found

@@ -12,7 +12,7 @@ from directory.memory_hosts import MemoryNetwork
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.directory.directory import Directory, DirectoryOptions
 from swarmtrain.p2p.identity import RunKey
-from swarmtrain.peer.coordinator_link import CoordinatorLink, RunUnreachable, directory_rules
+from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, directory_rules
 from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.run.invite import Invite
 from swarmtrain.wire.messages import Code, StageFound

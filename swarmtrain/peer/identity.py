@@ -1,4 +1,4 @@
-"""What the parts of a serving peer share: who it is, where the run stands, its ledger and its compute thread."""
+"""What a peer is in its run: its life, the term it obeys, and the messages it takes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.split import MicrobatchTimes
-from swarmtrain.peer.compute import ComputeThread, Kind
-from swarmtrain.peer.device import DeviceWatch
-from swarmtrain.peer.jobs import StageJobs
-from swarmtrain.peer.ledger import Ledger
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.node import Node
-from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, Hop, Verdict
 
 CONTACT_S = 10.0  # without a word from the coordinator for so long, a peer's work may not be counted any more
@@ -26,7 +20,7 @@ TERM_WAIT_S = 5.0  # how long a neighbour's message of a new term waits for the 
 
 
 class Authority(Protocol):
-    """Who coordinates the run."""
+    """Which peer coordinates the run."""
 
     async def is_coordinator(self, peer_id: str) -> bool:
         """Whether the run's key says that this peer coordinates."""
@@ -68,40 +62,28 @@ class Counters:
     replayed: int = 0
     evaluated: int = 0
     times: MicrobatchTimes = field(default_factory=MicrobatchTimes)
-    critical: Counter[bool | None] = field(default_factory=Counter)  # gradients: waited for, not, or nobody knows
+    critical: Counter[bool | None] = field(default_factory=Counter)  # gradients: waited for, not, or not known
 
 
 @dataclass
-class PeerContext:
-    """Shared by the handlers; everything here is touched on the event loop only."""
+class PeerIdentity:
+    """One incarnation of a peer on one stage; touched on the event loop only."""
 
     run_id: str
-    manifest: Manifest
     stage: int
     incarnation: str
     node: Node
-    compute: ComputeThread
-    jobs: StageJobs
     authority: Authority
-    dispatcher: Dispatcher | None  # None on the last stage
-    max_queue: int
-    max_ledger_bytes: int
+    faults: Faults = field(default_factory=Faults)
+    shares_work: bool = True  # with the others of the stage
     state: PeerState = PeerState.JOINING
     term: int = 0
     state_term: int = 0  # in which it came to its state: no later one has taken that back, as far as this peer knows
     verdict: Verdict | None = None  # the coordinator's last one
     contact_at: float = 0.0  # when the coordinator was last heard, in time of the loop
-    shares_work: bool = True  # with the others of the stage
-    siblings: tuple[str, ...] = ()  # these others, as the last roster named them
-    is_applying: bool = False  # the step is over, its state is being changed: no more work for it
-    faults: Faults = field(default_factory=Faults)
-    ledger: Ledger = field(default_factory=lambda: Ledger(0))
+    siblings: tuple[str, ...] = ()  # the others of the stage, as the last roster named them
     counters: Counters = field(default_factory=Counters)
-    step_changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    device: DeviceWatch = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.device = DeviceWatch(self.compute)
+    term_changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def become(self, state: PeerState) -> None:
         """The only way to another state."""
@@ -109,25 +91,19 @@ class PeerContext:
         self.state = state
 
     @property
-    def step(self) -> int:
-        """Steps applied so far, which is the step whose microbatches are being computed."""
-        return self.ledger.step
+    def peer_id(self) -> str:
+        """Its public key, as libp2p writes it."""
+        return self.node.peer_id
 
     @property
     def hop(self) -> Hop:
         """This peer as a part of a route."""
-        return Hop(self.stage, self.node.peer_id, self.incarnation)
+        return Hop(self.stage, self.peer_id, self.incarnation)
 
     @property
-    def service_s(self) -> float:
-        """Both passes of one microbatch, usually."""
-        times = self.compute.times
-        return times.typical_s(Kind.FORWARD) + times.typical_s(Kind.BACKWARD)
-
-    @property
-    def load_s(self) -> float:
-        """Both passes of everything that is not answered yet."""
-        return self.service_s * sum(entry.answer is None for entry in self.ledger)
+    def has_contact(self) -> bool:
+        """Whether the coordinator was heard lately. If not, it may have given this peer up."""
+        return asyncio.get_running_loop().time() - self.contact_at < CONTACT_S
 
     def refuse(self, code: Code, text: str = "", retry_after_s: float = 0.0, *, redirect_to: str = "") -> Refusal:
         """A counted refusal, to be raised."""
@@ -142,19 +118,14 @@ class PeerContext:
         self._check_term(term)
         await self.enter_term(term)
 
-    @property
-    def has_contact(self) -> bool:
-        """Whether the coordinator was heard lately. If not, it may have given this peer up."""
-        return asyncio.get_running_loop().time() - self.contact_at < CONTACT_S
-
     async def check_neighbour(self, run: str, term: int, stage: int) -> None:
         """Refuse another run or stage, and another term: a newer one counts when the coordinator itself says so."""
         self._check_run(run, stage)
         if term > self.term:
             self.authority.ask_for_news()
             try:
-                async with asyncio.timeout(TERM_WAIT_S), self.step_changed:
-                    await self.step_changed.wait_for(lambda: self.term >= term)
+                async with asyncio.timeout(TERM_WAIT_S), self.term_changed:
+                    await self.term_changed.wait_for(lambda: self.term >= term)
             except TimeoutError:
                 raise self.refuse(Code.BEHIND, f"term {term} is not known here", retry_after_s=0.5) from None
         self._check_term(term)
@@ -164,12 +135,12 @@ class PeerContext:
         self._check_run(run, stage)
 
     async def enter_term(self, term: int) -> None:
-        """The coordinator's word."""
+        """The coordinator has said that this is its term."""
         self.contact_at = asyncio.get_running_loop().time()
         if term > self.term:
-            async with self.step_changed:
+            async with self.term_changed:
                 self.term = term
-                self.step_changed.notify_all()
+                self.term_changed.notify_all()
 
     def _check_run(self, run: str, stage: int | None) -> None:
         if run != self.run_id:
@@ -180,28 +151,3 @@ class PeerContext:
     def _check_term(self, term: int) -> None:
         if term < self.term:
             raise self.refuse(Code.OLD_TERM, f"term {term} is over; the coordinator's term is {self.term}")
-
-    async def reach_step(self, step: int, *, timeout_s: float) -> None:
-        """Return when `step` is the current one. The next step is waited for a while; others are refused.
-
-        A peer that is still fetching its state, or begins to, is not waited for: it is behind, for who knows how long.
-        """
-        if step == self.step + 1 or (step == self.step and self.is_applying):
-            try:
-                async with asyncio.timeout(timeout_s), self.step_changed:
-                    await self.step_changed.wait_for(
-                        lambda: (self.step >= step and not self.is_applying) or self.state is PeerState.SYNCING
-                    )
-            except TimeoutError:
-                pass
-        if step > self.step or (step == self.step and self.is_applying):
-            raise self.refuse(Code.BEHIND, f"this peer is at step {self.step}", retry_after_s=0.5)
-        if step < self.step:
-            raise self.refuse(Code.AHEAD, f"this peer is at step {self.step}")
-
-    async def enter_step(self, step: int) -> None:
-        """A new step begins with an empty ledger."""
-        async with self.step_changed:
-            self.ledger = Ledger(step)
-            self.is_applying = False
-            self.step_changed.notify_all()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from swarmtrain.peer import context as context_module
-from swarmtrain.peer.context import PeerContext, PeerState
+from swarmtrain.peer import identity as identity_module
+from swarmtrain.peer.identity import PeerIdentity, PeerState
+from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import Code
 
@@ -30,11 +31,14 @@ class Authority:
             self.on_doubt()
 
 
-def make() -> tuple[PeerContext, Authority]:
-    authority, nothing = Authority(), None
-    made: Any = PeerContext("run", nothing, 1, "life", nothing, nothing, nothing, authority, nothing, 4, 100)  # type: ignore[arg-type]
-    made.term = 3
-    return made, authority
+def make() -> tuple[PeerIdentity, Authority]:
+    authority, nothing = Authority(), cast(Any, None)
+    return PeerIdentity("run", 1, "life", nothing, authority, term=3), authority
+
+
+def make_clock() -> tuple[PeerIdentity, StepClock]:
+    peer, _ = make()
+    return peer, StepClock(peer, 100)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -94,7 +98,7 @@ def test_a_neighbours_newer_term_waits_for_the_coordinators_word() -> None:
 
 
 def test_a_neighbours_newer_term_that_nobody_confirms_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_module, "TERM_WAIT_S", 0.05)
+    monkeypatch.setattr(identity_module, "TERM_WAIT_S", 0.05)
 
     async def main() -> None:
         peer, authority = make()
@@ -107,27 +111,27 @@ def test_a_neighbours_newer_term_that_nobody_confirms_is_refused(monkeypatch: py
 
 def test_work_of_the_next_step_waits_for_this_ones_end_and_other_steps_are_refused() -> None:
     async def main() -> None:
-        peer, _ = make()
-        waiting = asyncio.create_task(peer.reach_step(1, timeout_s=10))
+        _, clock = make_clock()
+        waiting = asyncio.create_task(clock.reach(1, timeout_s=10))
         await asyncio.sleep(0)
-        await peer.enter_step(1)
+        await clock.enter(1)
         await waiting
-        assert await code_of(peer.reach_step(0, timeout_s=10)) == Code.AHEAD
-        assert await code_of(peer.reach_step(3, timeout_s=10)) == Code.BEHIND
-        assert await code_of(peer.reach_step(2, timeout_s=0.01)) == Code.BEHIND
+        assert await code_of(clock.reach(0, timeout_s=10)) == Code.AHEAD
+        assert await code_of(clock.reach(3, timeout_s=10)) == Code.BEHIND
+        assert await code_of(clock.reach(2, timeout_s=0.01)) == Code.BEHIND
 
     run(main())
 
 
 def test_work_does_not_wait_at_a_peer_that_begins_to_fetch_its_state() -> None:
     async def main() -> None:
-        peer, _ = make()
-        waiting = asyncio.create_task(code_of(peer.reach_step(1, timeout_s=3600)))
+        peer, clock = make_clock()
+        waiting = asyncio.create_task(code_of(clock.reach(1, timeout_s=3600)))
         await asyncio.sleep(0)
         peer.become(PeerState.SYNCING)
-        await peer.enter_step(0)  # as it drops its ledger
+        await clock.enter(0)  # as it drops its ledger
         assert await waiting == Code.BEHIND
-        assert await code_of(peer.reach_step(1, timeout_s=3600)) == Code.BEHIND
+        assert await code_of(clock.reach(1, timeout_s=3600)) == Code.BEHIND
 
     run(main())
 

@@ -1,7 +1,8 @@
 """How a peer gets its stage's state: from the seed, from other peers, or from a checkpoint; and how it hands it out.
 
-A newcomer hears the reductions of its stage while it downloads, so that it can follow on its own afterwards. Whatever
-goes wrong on the way, it ends up by starting over as a new incarnation: the coordinator then offers a newer state.
+A newcomer listens to the all-reduces of its stage while it downloads, so that it can follow on its own afterwards.
+Whatever goes wrong on the way, it ends up by starting over as a new incarnation: the coordinator then offers a newer
+state.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from swarmtrain import world
 from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
 from swarmtrain.observe.events import DonorDropped, Events, SyncProgress
 from swarmtrain.observe.faults import Action, Point, damaged
-from swarmtrain.peer.compute import Kind
-from swarmtrain.peer.context import PeerContext, PeerState
-from swarmtrain.peer.steps import Steps
+from swarmtrain.peer.identity import PeerIdentity, PeerState
+from swarmtrain.peer.stage import Stage
+from swarmtrain.peer.step import StepProtocol
+from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.messages import ChunkDigests, Code, FetchDigests, FetchState, StateChunk, Verdict
@@ -30,8 +32,8 @@ STUCK_S = 45.0  # a newcomer that has a state and does not get further for so lo
 class Syncing:
     """Fetches the state of one stage, and gives it to others."""
 
-    def __init__(self, context: PeerContext, steps: Steps, events: Events) -> None:
-        self._context, self._steps, self._events = context, steps, events
+    def __init__(self, peer: PeerIdentity, clock: StepClock, stage: Stage, steps: StepProtocol, events: Events) -> None:
+        self._peer, self._clock, self._stage, self._steps, self._events = peer, clock, stage, steps, events
         self._task: asyncio.Task[bool] | None = None
         self._download: Download | None = None
         self._num_failures = 0
@@ -41,7 +43,7 @@ class Syncing:
 
     async def begin(self) -> None:
         """serving or joining -> syncing: nothing of the current step counts any more."""
-        self._context.become(PeerState.SYNCING)
+        self._peer.become(PeerState.SYNCING)
         self._num_failures = 0
         self._advanced_at = asyncio.get_running_loop().time()
         await self._steps.forget()
@@ -83,35 +85,31 @@ class Syncing:
 
     def check_stuck(self, run_step: int) -> None:
         """Start over if the run goes on and this newcomer does not follow."""
-        context, now = self._context, asyncio.get_running_loop().time()
+        step, now = self._clock.step, asyncio.get_running_loop().time()
         is_fetching = (self._task is not None and not self._task.done()) or self._steps.listener.is_going_on
-        if context.step != self._last_step or is_fetching or run_step <= context.step:
-            self._last_step, self._advanced_at = context.step, now
-        elif context.state is PeerState.SYNCING and now - self._advanced_at > STUCK_S:
-            log.warning("no progress at step %d while the run is at %d: starting over", context.step, run_step)
+        if step != self._last_step or is_fetching or run_step <= step:
+            self._last_step, self._advanced_at = step, now
+        elif self._peer.state is PeerState.SYNCING and now - self._advanced_at > STUCK_S:
+            log.warning("no progress at step %d while the run is at %d: starting over", step, run_step)
             self._start_over()
 
     def _start_over(self) -> None:
-        context = self._context
-        context.incarnation = world.token_hex(8)
+        self._peer.incarnation = world.token_hex(8)
         self._steps.listener.drop()  # they were asked of the former incarnation
         self._download, self._num_failures = None, 0
         self._advanced_at = asyncio.get_running_loop().time()
         self.num_started_over += 1
 
     async def _load_first(self, term: int) -> bool:
-        context = self._context
         self._download = None
-        first = await context.compute.run(Kind.STEP, -1, context.jobs.first_state)
-        await self._steps.load(first.value, term=term)
+        await self._steps.load(await self._stage.first_state(), term=term)
         return True
 
     async def _fetch(self, order: Verdict) -> bool:
-        context, step = self._context, order.sync_step
-        layout = context.jobs.worker.state.layout
+        peer, layout, step = self._peer, self._stage.layout, order.sync_step
         if self._download is None or not self._download.is_of(step, order.sync_digest):
             self._steps.listener.drop(before=step)
-            self._download = Download(context.node, context.run_id, layout, step, order.sync_digest)
+            self._download = Download(peer.node, peer.run_id, layout, step, order.sync_digest)
             self._num_failures = 0
         download, shown = self._download, -1
 
@@ -141,7 +139,7 @@ class Syncing:
         chunk = (await self._source(fetch.run, fetch.stage, fetch.step)).chunk(fetch.chunk)
         if chunk is None:
             raise Refusal(Code.UNKNOWN, f"there is no chunk {fetch.chunk}")
-        if self._context.faults.hit(Point.STATE_CHUNK) is Action.CORRUPT:
+        if self._peer.faults.hit(Point.STATE_CHUNK) is Action.CORRUPT:
             return replace(chunk, values=damaged(chunk.values))
         return chunk
 
@@ -152,10 +150,10 @@ class Syncing:
 
     async def _source(self, run: str, stage: int, step: int) -> StateSource:
         """The state of `step`: a copy that was kept, or one made now if that is the current step."""
-        context = self._context
-        if run != context.run_id or stage != context.stage:
-            raise context.refuse(Code.WRONG_STAGE, f"this peer serves stage {context.stage}")
+        peer = self._peer
+        if run != peer.run_id or stage != peer.stage:
+            raise peer.refuse(Code.WRONG_STAGE, f"this peer serves stage {peer.stage}")
         snapshot = await self._steps.snapshot_of(step)
         if snapshot is None:
-            raise context.refuse(Code.UNKNOWN, f"no copy of the state of step {step} here")
+            raise peer.refuse(Code.UNKNOWN, f"no copy of the state of step {step} here")
         return snapshot

@@ -1,0 +1,266 @@
+"""One stage on this machine, as the event loop sees it: every method waits for its turn on the compute thread.
+
+    outcome = (await stage.forward(entry, step)).value
+
+What the thread does is in `jobs.py`, in which order in `compute.py`. A method returns `Timed` where its caller tells
+others how long the work took. `Snapshots` are copies of the state that newcomers and checkpoints fetch from, while the
+state itself goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+from torch import Tensor
+
+from swarmtrain.chain.state_transfer import StateSource
+from swarmtrain.codec import Direction, Ticket
+from swarmtrain.codec.samples import SampleStore
+from swarmtrain.model.buffers import StateLayout
+from swarmtrain.model.state import StageState
+from swarmtrain.model.worker import StageWorker
+from swarmtrain.observe.split import TimeSplit
+from swarmtrain.peer.codecs import StageCodecs
+from swarmtrain.peer.compute import ComputeThread, ComputeTimes, DeviceWatch, Kind, Timed
+from swarmtrain.peer.jobs import Outcome, StageJobs
+from swarmtrain.peer.ledger import Entry, Ledger, Raw
+from swarmtrain.reduce.coding import FactorRound, Reduced, StageCoder
+from swarmtrain.run.manifest import Manifest
+
+T = TypeVar("T")
+
+MAX_SNAPSHOTS = 2  # one for newcomers, one for a checkpoint
+SNAPSHOT_LIFE_S = 30.0  # a copy of the state that no peer has fetched from for so long is dropped
+_NO_MICROBATCH = -1  # of step work and messages: within a kind they run as they come
+
+
+class Stage:
+    """See the module. Everything here is touched on the event loop only."""
+
+    def __init__(self, manifest: Manifest, compute: ComputeThread, jobs: StageJobs) -> None:
+        self.manifest, self.compute, self.jobs = manifest, compute, jobs
+        self.device = DeviceWatch(compute)
+        self.snapshots = Snapshots(self)
+
+    @classmethod
+    async def build(
+        cls,
+        manifest: Manifest,
+        compute: ComputeThread,
+        index: int,
+        device: str,
+        *,
+        graph_budget_bytes: int,
+        make_store: Callable[[], SampleStore],
+    ) -> Stage:
+        """The stage's tensors are made on the thread that will use them."""
+        built = await compute.run(
+            Kind.STEP, _NO_MICROBATCH, lambda: StageWorker(StageState(manifest, index, device=device))
+        )
+        jobs = StageJobs(manifest, built.value, graph_budget_bytes=graph_budget_bytes, make_store=make_store)
+        return cls(manifest, compute, jobs)
+
+    @property
+    def state(self) -> StageState:
+        """The stage's state: to be read, not computed with."""
+        return self.jobs.worker.state
+
+    @property
+    def layout(self) -> StateLayout:
+        """Where each tensor lies in the state."""
+        return self.state.layout
+
+    @property
+    def codecs(self) -> StageCodecs:
+        """The bytes on both sides."""
+        return self.jobs.codecs
+
+    @property
+    def coder(self) -> StageCoder:
+        """The gradient's codec."""
+        return self.jobs.coder
+
+    @property
+    def split(self) -> TimeSplit:
+        """What this peer's time goes into."""
+        return self.compute.split
+
+    @property
+    def times(self) -> ComputeTimes:
+        """How long jobs take here."""
+        return self.compute.times
+
+    @property
+    def forward_s(self) -> float:
+        """A forward, usually."""
+        return self.times.typical_s(Kind.FORWARD)
+
+    @property
+    def backward_s(self) -> float:
+        """A backward, usually."""
+        return self.times.typical_s(Kind.BACKWARD)
+
+    @property
+    def service_s(self) -> float:
+        """Both passes of one microbatch, usually."""
+        return self.forward_s + self.backward_s
+
+    def load_s(self, ledger: Ledger) -> float:
+        """Both passes of everything that is not answered yet."""
+        return self.service_s * ledger.num_open
+
+    # -- one microbatch
+
+    async def forward(self, entry: Entry, step: int, partner: str = "") -> Timed[Outcome]:
+        """See `StageJobs.forward`."""
+        return await self.compute.run(Kind.FORWARD, entry.microbatch, lambda: self.jobs.forward(entry, step, partner))
+
+    async def backward(self, entry: Entry, step: int, gradient: Raw) -> Timed[Outcome]:
+        """See `StageJobs.backward`."""
+        return await self.compute.run(
+            Kind.BACKWARD, entry.microbatch, lambda: self.jobs.backward(entry, step, gradient)
+        )
+
+    async def evaluate(self, tokens: Raw, boundary: Raw, step: int, microbatch: int) -> Timed[Outcome]:
+        """See `StageJobs.evaluate`."""
+        return await self.compute.run(
+            Kind.EVALUATE, microbatch, lambda: self.jobs.evaluate(tokens, boundary, step, microbatch)
+        )
+
+    def withdraw_forward(self, may_go: Callable[[int], bool]) -> int | None:
+        """Take the forward that would run last out of the queue, of those that may go: its microbatch, or None.
+
+        Its caller gets `Withdrawn`.
+        """
+        return self.compute.withdraw(Kind.FORWARD, may_go)
+
+    # -- messages with tensors
+
+    async def check_gradient(self, entry: Entry, step: int, gradient: Raw, *, keep: bool) -> None:
+        """See `StageJobs.check_gradient`."""
+        await self._message(lambda: self.jobs.check_gradient(entry, step, gradient, keep=keep))
+
+    async def with_mask(self, entry: Entry, step: int, gradient: Raw) -> Raw:
+        """See `StageCodecs.with_mask`."""
+        return await self._message(lambda: self.codecs.with_mask(entry, step, gradient))
+
+    async def take_boundary(self, entry: Entry, step: int, sender: str) -> None:
+        """See `StageCodecs.take_boundary`."""
+        await self._message(lambda: self.codecs.take_boundary(entry, step, sender))
+
+    async def take_gradient(self, entry: Entry, step: int, gradient: Raw, sender: str) -> Raw:
+        """See `StageCodecs.take_gradient`."""
+        return await self._message(lambda: self.codecs.take_gradient(entry, step, gradient, sender))
+
+    async def settle(self, direction: Direction, ticket: Ticket, *, delivered: bool) -> None:
+        """See `StageCodecs.settle`."""
+        await self._message(lambda: self.codecs.settle(direction, ticket, delivered=delivered))
+
+    # -- the step
+
+    async def reconciled_share(self, ledger: Ledger, wanted: set[int]) -> Tensor:
+        """See `StageJobs.reconciled_share`."""
+        entries = list(ledger)
+        return await self._step_work(lambda: self.jobs.reconciled_share(entries, wanted, ledger.step))
+
+    async def factors(self, share: Tensor | None) -> FactorRound:
+        """See `StageCoder.factors`."""
+        return await self._step_work(lambda: self.coder.factors(share))
+
+    async def left_factors(self, factors: FactorRound) -> Tensor | None:
+        """See `FactorRound.left`."""
+        return await self._step_work(factors.left)
+
+    async def factor_vector(self, factors: FactorRound, left: Tensor) -> Tensor | None:
+        """See `FactorRound.vector`."""
+        return await self._step_work(lambda: factors.vector(left))
+
+    async def from_factors(self, factors: FactorRound, left: Tensor, vector: Tensor) -> Reduced:
+        """See `FactorRound.reduced`."""
+        return await self._step_work(lambda: factors.reduced(left, vector))
+
+    async def finish(self, reduced: Tensor) -> tuple[float, str]:
+        """See `StageJobs.finish`."""
+        return await self._step_work(lambda: self.jobs.finish(reduced))
+
+    async def propose_basis(self, reduced: Tensor) -> Tensor:
+        """See `StageWorker.proposed_basis`."""
+        return await self._step_work(lambda: self.jobs.worker.proposed_basis(reduced))
+
+    async def apply(
+        self,
+        reduced: Reduced,
+        scale: float,
+        learning_rate: float,
+        basis: Tensor | None,
+        *,
+        counted: Collection[int],
+    ) -> str:
+        """See `StageJobs.apply`."""
+        return await self._step_work(lambda: self.jobs.apply(reduced, scale, learning_rate, basis, counted=counted))
+
+    # -- the state
+
+    async def first_state(self) -> StateSource:
+        """See `StageJobs.first_state`."""
+        return await self._step_work(self.jobs.first_state)
+
+    async def copy_state(self) -> StateSource:
+        """See `StageJobs.copy_state`."""
+        return await self._step_work(self.jobs.copy_state)
+
+    async def load_state(self, source: StateSource) -> str:
+        """Replace the state; returns the digest of what was loaded. See `StageJobs.load_state`."""
+        await self._step_work(lambda: self.jobs.load_state(source))
+        return await self._step_work(self.jobs.state_digest)
+
+    async def drop_work(self) -> None:
+        """See `StageJobs.drop_work`."""
+        await self._step_work(self.jobs.drop_work)
+
+    async def damage_state(self) -> None:
+        """See `StageJobs.damage_state`."""
+        await self._step_work(self.jobs.damage_state)
+
+    async def _step_work(self, job: Callable[[], T]) -> T:
+        return (await self.compute.run(Kind.STEP, _NO_MICROBATCH, job)).value
+
+    async def _message(self, job: Callable[[], T]) -> T:
+        return (await self.compute.run(Kind.MESSAGE, _NO_MICROBATCH, job)).value
+
+
+class Snapshots:
+    """Copies of a stage's state, by step."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._copies: dict[int, StateSource] = {}
+        self._fetched_at: dict[int, float] = {}
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._copies
+
+    def fetch(self, step: int) -> StateSource:
+        """A copy that is there, for a peer that fetches from it now."""
+        self._fetched_at[step] = asyncio.get_running_loop().time()
+        return self._copies[step]
+
+    async def keep(self) -> None:
+        """Copy the state as it is now."""
+        copied = await self._stage.copy_state()
+        self._copies.pop(copied.step, None)  # of a history that was taken back
+        self._copies[copied.step] = copied
+        self._fetched_at[copied.step] = asyncio.get_running_loop().time()
+        for old in list(self._copies)[:-MAX_SNAPSHOTS]:  # the first that were made: after a roll-back steps begin again
+            self._drop(old)
+
+    def drop_unused(self) -> None:
+        """Copies that no peer has fetched from for a while."""
+        now = asyncio.get_running_loop().time()
+        for step in [step for step, at in self._fetched_at.items() if now - at > SNAPSHOT_LIFE_S]:
+            self._drop(step)
+
+    def _drop(self, step: int) -> None:
+        del self._copies[step], self._fetched_at[step]
