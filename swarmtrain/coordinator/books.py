@@ -1,8 +1,8 @@
-"""The books of one step: who has which microbatch on which stage. Pure; the coordinator's I/O is elsewhere.
+"""The books of one step: which peer has which microbatch on which stage. Pure; the coordinator's I/O is elsewhere.
 
 Peers claim (stage, microbatch) by appearing in the route of an answer. A claim counts while that incarnation of the
 peer lives. A stage's books balance when every microbatch has a claim; its roster then names exactly one claimant for
-each. Whoever else has computed a microbatch takes it out of its sum again.
+each. Any other peer that has computed a microbatch takes it out of its sum again.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class StepBooks:
         return Hop(stage, *claimants[0]) if claimants else None
 
     def missing(self, stage: int) -> list[int]:
-        """Microbatches that nobody has on this stage."""
+        """Microbatches that no peer has on this stage."""
         return [i for i in range(self.num_microbatches) if not self._claims[stage][i]]
 
     def balances(self, stage: int) -> bool:
-        """Whether every microbatch is in somebody's sum on this stage."""
+        """Whether every microbatch is in a peer's sum on this stage."""
         return all(self._claims[stage])
 
     def roster(self, stage: int) -> dict[PeerKey, list[int]]:
-        """Who answers for which microbatches: the first living claimant of each."""
+        """The microbatches that each peer answers for: the first living claimant of each counts."""
         assert self.balances(stage)
         shares: dict[PeerKey, list[int]] = {}
         for microbatch, claimants in enumerate(self._claims[stage]):

@@ -40,7 +40,7 @@ class Moves:
             raise Refusal(Code.WRONG_STAGE, f"the run has stages 0 to {count - 1}")
         now = asyncio.get_running_loop().time()
         self._expected.pop(peer_id, None)
-        members = self._everybody(now, without=peer_id)
+        members = self._expected_members(now, without=peer_id)
         capacities = stage_capacities(members, self._costs.costs)
         sizes = [sum(member.stage == stage for member in members) for stage in range(count)]
         stage = min(possible, key=lambda index: (capacities[index], sizes[index], index))
@@ -65,7 +65,7 @@ class Moves:
         return MoveAnswered(answer.granted, answer.why)
 
     def on_their_way(self) -> list[str]:
-        """Who was sent to a stage and has not shown up there yet."""
+        """Peers that were sent to a stage and have not shown up there yet."""
         now = asyncio.get_running_loop().time()
         waiting = {**self._expected, **self._moving}
         return [peer_id for peer_id, (_, until) in waiting.items() if until > now]
@@ -77,7 +77,7 @@ class Moves:
     def _tell_arbiter(self, now: float) -> None:
         """The arbiter learns who serves and who is gone; a mover on its way is neither."""
         members = self._context.members
-        for member in with_known_speeds(self._as_member(item) for item in members.everybody()):
+        for member in with_known_speeds(self._as_member(item) for item in members.all()):
             known = members.get(member.peer_id)
             if known is not None and member.state == "serving":
                 self._arbiter.serving(member, known.report.assignment)
@@ -90,9 +90,9 @@ class Moves:
             if not is_serving and peer_id not in self._moving:
                 self._arbiter.gone(peer_id)
 
-    def _everybody(self, now: float, *, without: str) -> list[PeerCapacity]:
+    def _expected_members(self, now: float, *, without: str) -> list[PeerCapacity]:
         """All that serve, arrive, or have been sent somewhere and are not there yet."""
-        members = {item.peer_id: self._as_member(item) for item in self._context.members.everybody()}
+        members = {item.peer_id: self._as_member(item) for item in self._context.members.all()}
         for waiting in (self._expected, self._moving):
             for peer_id, (stage, until) in list(waiting.items()):
                 known = members.get(peer_id)
