@@ -121,11 +121,10 @@ class FaultInjector:
                 swarm.peers.append(await swarm.start_peer(stage))
 
     async def _victim(self, swarm: LocalSwarm) -> Child | None:
-        """Somebody whose stage has another peer that serves, as the coordinator sees it."""
-        spare = replaceable(
-            [peer for peer in await swarm.serving_peers() if peer.is_serving]
-        )  # not stopped, not drained
-        return self._rng.choice(spare) if spare else None
+        """A serving peer whose stage has another one, as the coordinator sees it; None if there is none."""
+        serving = [peer for peer in await swarm.serving_peers() if peer.is_serving]  # not stopped, not drained
+        candidates = replaceable(serving)
+        return self._rng.choice(candidates) if candidates else None
 
     async def _kill(self, swarm: LocalSwarm) -> bool:
         victim = await self._victim(swarm)

@@ -6,6 +6,7 @@ no machine has (negative, infinite, NaN, beyond the bounds below).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -90,6 +91,17 @@ def _scaled(number: float) -> tuple[str, str]:
             return f"{number:.3g}", prefix
         number /= 1000.0
     return f"{number:,.3g}" if number < 999.5 else f"{number:,.0f}", _PREFIXES[-1]
+
+
+def parse_number(text: str, what: str) -> float:
+    """A finite number; `what` names it in the `UsageError`."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"{what[:80]}: {text[:40]!r} is not a number")
+    return number
 
 
 def check_between(what: str, value: float, low: float, high: float) -> None:

@@ -13,6 +13,7 @@ from swarmtrain.units import (
     MAX_RATE,
     check_between,
     parse_duration,
+    parse_number,
     parse_rate,
     parse_size,
     show_count,
@@ -127,3 +128,10 @@ def test_what_is_shown_can_be_parsed_again_to_three_digits(value: float) -> None
     assert parse_size(show_size(value)) == pytest.approx(value, rel=0.006, abs=1.0)
     if value <= MAX_RATE:
         assert parse_rate(show_rate(value)) == pytest.approx(value, rel=0.006)
+
+
+@pytest.mark.parametrize("text", ["", "nan", "inf", "-inf", "1e999", "seven"])
+def test_a_number_of_a_setting_is_finite(text: str) -> None:
+    assert parse_number(" -2.5e3 ", "download_s") == -2500.0
+    with pytest.raises(UsageError, match=r"download_s: .* is not a number"):
+        parse_number(text, "download_s")

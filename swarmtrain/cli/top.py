@@ -111,7 +111,7 @@ class Source:
 def _address(url: str | None) -> str:
     if url is not None:
         if not url.startswith(("http://", "https://")):
-            raise UsageError(f"{url!r:.80} is no address of a page", fix="write http://HOST:PORT/")
+            raise UsageError(f"{url!r:.80} is not the address of a page", fix="write http://HOST:PORT/")
         return url
     for state_dir in running("coordinator"):
         with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ def _address(url: str | None) -> str:
 
 @contextlib.contextmanager
 def _keyboard() -> Iterator[Callable[[float], bool]]:
-    """Keys arrive one by one meanwhile. Yields a function that waits for so many seconds, and is true if asked to end.
+    """Keys arrive one by one meanwhile. Yields a function that waits, and returns True if a key asks to quit.
 
     Ctrl-C ends the block without an error; the terminal is as it was afterwards.
     """

@@ -23,9 +23,9 @@ from swarmtrain.directory.dht_messages import (
     MAX_ADDRESS_BYTES,
     MAX_ADDRESSES,
     MAX_RECORDS_PER_ANSWER,
+    Contact,
     Find,
     FoundHere,
-    MalformedDhtMessage,
     Ping,
     Pong,
     Store,
@@ -36,6 +36,8 @@ from swarmtrain.directory.records import Flaw, FlawedRecord, Record, RecordCheck
 from swarmtrain.p2p.addresses import Address, peer_id_from_bytes, peer_id_to_bytes
 from swarmtrain.p2p.errors import AddressError, HostDownError, NetError
 from swarmtrain.p2p.network import CallNetwork
+from swarmtrain.wire.errors import WireError
+from swarmtrain.wire.schema import pack_fields, unpack_fields
 
 logger = logging.getLogger(__name__)
 
@@ -256,12 +258,13 @@ class DhtNode:
 
     async def _call(self, peer_id: str, method: str, question: _Question, answer_type: type[Answer]) -> Answer | None:
         """The peer's answer, or None; either way the routing table learns of it."""
+        packed = pack_fields(question)
         try:
-            raw = await self._network.call(peer_id, self._protocol(method), question.pack(), timeout_s=CALL_TIMEOUT_S)
-            answer = answer_type.unpack(raw)
+            raw = await self._network.call(peer_id, self._protocol(method), packed, timeout_s=CALL_TIMEOUT_S)
+            answer = unpack_fields(answer_type, raw)
         except HostDownError:
             return None  # our own fault, not the peer's
-        except (NetError, MalformedDhtMessage) as error:
+        except (NetError, WireError) as error:
             logger.debug("%s of %s failed: %s", method, peer_id, error)
             self._note_failure(peer_id)
             return None
@@ -284,21 +287,21 @@ class DhtNode:
     # ---- answers to others ------------------------------------------------------------------------------------------
 
     async def _answer_ping(self, caller: str, payload: bytes) -> bytes:
-        question = Ping.unpack(payload)
+        question = unpack_fields(Ping, payload)
         self._note_caller(caller, question.sender, question.addresses)
-        return Pong(self._own_name, self._clock()).pack()
+        return pack_fields(Pong(self._own_name, self._clock()))
 
     async def _answer_store(self, caller: str, payload: bytes) -> bytes:
-        question = Store.unpack(payload)
+        question = unpack_fields(Store, payload)
         self._note_caller(caller, question.sender)
         accepted = []
         for raw in question.records:
             accepted.append(self.keep(int.from_bytes(question.key, "big"), raw))
             await asyncio.sleep(0)  # a check costs 100 us: let others have their turn
-        return Stored(self._own_name, tuple(accepted)).pack()
+        return pack_fields(Stored(self._own_name, tuple(accepted)))
 
     async def _answer_find(self, caller: str, payload: bytes) -> bytes:
-        question = Find.unpack(payload)
+        question = unpack_fields(Find, payload)
         self._note_caller(caller, question.sender, question.addresses)
         key = int.from_bytes(question.key, "big")
         records = self.store.get(key)[:MAX_RECORDS_PER_ANSWER]
@@ -306,9 +309,10 @@ class DhtNode:
             records = records[: len(records) // 2]
         near = self._table.nearest(key, BUCKET_SIZE, without=place_of_peer(caller))
         neighbours = tuple(
-            (peer_id_to_bytes(peer_id), _packed(self._network.known_addresses(peer_id))) for peer_id in near.values()
+            Contact(peer_id_to_bytes(peer_id), _packed(self._network.known_addresses(peer_id)))
+            for peer_id in near.values()
         )
-        return FoundHere(self._own_name, tuple(records), neighbours).pack()
+        return pack_fields(FoundHere(self._own_name, tuple(records), neighbours))
 
     def keep(self, key: int, raw: bytes) -> bool:
         """Check a record and keep it; False, and counted, if it is flawed or a cap refuses it."""
@@ -340,16 +344,16 @@ class DhtNode:
     def _own_addresses(self) -> tuple[bytes, ...]:
         return () if self._client_mode else _packed(self._network.addresses())
 
-    def _hear_of(self, neighbours: tuple[tuple[bytes, tuple[bytes, ...]], ...]) -> dict[int, str]:
+    def _hear_of(self, neighbours: tuple[Contact, ...]) -> dict[int, str]:
         """Peers that another node named, at the places that follow from their identities."""
         places = {}
-        for raw, addresses in neighbours:
+        for contact in neighbours:
             try:
-                peer_id = peer_id_from_bytes(raw)
+                peer_id = peer_id_from_bytes(contact.peer_id)
             except AddressError:
                 continue
             if peer_id != self._network.peer_id:
-                self._network.hear(_unpacked(addresses, peer_id), of=peer_id)
+                self._network.hear(_unpacked(contact.addresses, peer_id), of=peer_id)
             places[place_of_peer(peer_id)] = peer_id
         return places
 

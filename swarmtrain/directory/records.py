@@ -12,12 +12,11 @@ store. Within a full key, owners that are already there may renew; newcomers are
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgpack
 
@@ -25,18 +24,22 @@ from swarmtrain.errors import ExitCode
 from swarmtrain.p2p.addresses import key_of_peer_id, peer_id_from_bytes, peer_id_to_bytes
 from swarmtrain.p2p.errors import AddressError, HostError
 from swarmtrain.p2p.identity import SIGNATURE_BYTES, Identity, verify
+from swarmtrain.wire.errors import TooLong, WireError
+from swarmtrain.wire.schema import Lengths, MaxLength, Message, Priority, Range, message, pack_fields, unpack_fields
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_VALUE_BYTES = 2048
 MAX_NAME_BYTES = 128  # run id and topic
 MAX_ENVELOPE_BYTES = MAX_VALUE_BYTES + 2 * MAX_NAME_BYTES + 2 * SIGNATURE_BYTES + 96
+MAX_PEER_ID_BYTES = 64
 MAX_LIFE_S = 60.0
 CLOCK_ALLOWANCE_S = 10.0  # by how much the clocks of two honest peers may differ
-_OWNER_DOMAIN = b"swarmtrain record 1 owner\0"
-_COUNTERSIGN_DOMAIN = b"swarmtrain record 1 countersign\0"
+_OWNER_DOMAIN = b"swarmtrain record 2 owner\0"
+_COUNTERSIGN_DOMAIN = b"swarmtrain record 2 countersign\0"
 _REMEMBERED_VERDICTS = 8192
 Value = bytes | dict[str, Any]
 Signer = Callable[[bytes], bytes]
+Name = Annotated[str, MaxLength(MAX_NAME_BYTES)]
 
 
 class RecordError(HostError):
@@ -88,25 +91,26 @@ class TopicRule:
     accepts: Callable[[Record], bool] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Envelope:
-    run_id: str
-    topic: str
-    peer_id: str
+@message(kind="statement", priority=Priority.CONTROL)
+class Statement(Message):
+    """What the owner of a record says, and signs."""
+
+    run_id: Name
+    topic: Name
+    owner: Annotated[bytes, MaxLength(MAX_PEER_ID_BYTES)]  # its peer id, as a multihash
     expires_at: float
-    packed_value: bytes
-    signature: bytes
-    countersignature: bytes
-
-    def statement(self) -> bytes:
-        """The bytes that are signed."""
-        return _statement(self.run_id, self.topic, self.peer_id, self.expires_at, self.packed_value)
+    value: Annotated[bytes, MaxLength(MAX_VALUE_BYTES)]
 
 
-def _statement(run_id: str, topic: str, peer_id: str, expires_at: float, packed_value: bytes) -> bytes:
-    fields = (run_id, topic, peer_id_to_bytes(peer_id), expires_at, packed_value)
-    packed: bytes = msgpack.packb(fields, use_bin_type=True)
-    return packed
+@message(kind="signed_record", priority=Priority.CONTROL)
+class SignedRecord(Message):
+    """A record as it lies in the DHT, in the form of `pack_fields`. It carries its own version: DHT nodes hand records
+    on without reading them."""
+
+    version: Annotated[int, Range(FORMAT_VERSION, FORMAT_VERSION)]
+    statement: Statement
+    signature: Annotated[bytes, Lengths((SIGNATURE_BYTES,))]
+    countersignature: Annotated[bytes, Lengths((0, SIGNATURE_BYTES))]
 
 
 def dht_key(run_id: str, topic: str) -> str:
@@ -131,48 +135,29 @@ def make_record(
         raise RecordError(f"the record for {topic} cannot be packed: {error}") from error
     if len(packed_value) > MAX_VALUE_BYTES:
         raise RecordError(f"the record for {topic} has {len(packed_value)} bytes, allowed are {MAX_VALUE_BYTES}")
-    statement = _statement(run_id, topic, identity.peer_id, expires_at, packed_value)
-    countersignature = signer(_COUNTERSIGN_DOMAIN + statement) if signer is not None else b""
-    envelope = (
-        FORMAT_VERSION,
-        run_id,
-        topic,
-        peer_id_to_bytes(identity.peer_id),
-        expires_at,
-        packed_value,
-        identity.sign(_OWNER_DOMAIN + statement),
-        countersignature,
-    )
-    packed: bytes = msgpack.packb(envelope, use_bin_type=True)
-    return packed
+    try:
+        statement = Statement(run_id, topic, peer_id_to_bytes(identity.peer_id), expires_at, packed_value)
+        signed = pack_fields(statement)
+        countersignature = signer(_COUNTERSIGN_DOMAIN + signed) if signer is not None else b""
+        record = SignedRecord(FORMAT_VERSION, statement, identity.sign(_OWNER_DOMAIN + signed), countersignature)
+        return pack_fields(record)
+    except WireError as error:
+        raise RecordError(f"the record for {topic} cannot be packed: {error}") from error
 
 
-def _open_envelope(raw: bytes) -> _Envelope:
+def _opened(raw: bytes) -> SignedRecord:
     """Raises FlawedRecord for anything that `make_record` cannot have made."""
     if len(raw) > MAX_ENVELOPE_BYTES:
         raise FlawedRecord(Flaw.OVERSIZED)
     try:
-        fields = msgpack.unpackb(raw, raw=False, use_list=False)
-        version, run_id, topic, raw_peer_id, expires_at, packed_value, signature, countersignature = fields
-        peer_id = peer_id_from_bytes(raw_peer_id) if isinstance(raw_peer_id, bytes) else ""
-    except (ValueError, TypeError, AddressError, msgpack.exceptions.UnpackException):
+        record = unpack_fields(SignedRecord, raw)
+    except TooLong:
+        raise FlawedRecord(Flaw.OVERSIZED) from None
+    except WireError:
         raise FlawedRecord(Flaw.MALFORMED) from None
-    is_well_formed = (
-        version == FORMAT_VERSION
-        and peer_id
-        and isinstance(run_id, str)
-        and isinstance(topic, str)
-        and isinstance(expires_at, float)
-        and math.isfinite(expires_at)
-        and all(isinstance(part, bytes) for part in (packed_value, signature, countersignature))
-        and len(signature) == SIGNATURE_BYTES
-        and len(countersignature) in (0, SIGNATURE_BYTES)
-    )
-    if not is_well_formed:
-        raise FlawedRecord(Flaw.MALFORMED)
-    if len(packed_value) > MAX_VALUE_BYTES or max(len(run_id.encode()), len(topic.encode())) > MAX_NAME_BYTES:
+    if max(len(record.statement.run_id.encode()), len(record.statement.topic.encode())) > MAX_NAME_BYTES:
         raise FlawedRecord(Flaw.OVERSIZED)
-    return _Envelope(run_id, topic, peer_id, expires_at, packed_value, signature, countersignature)
+    return record
 
 
 def _open_value(packed_value: bytes) -> Value:
@@ -187,7 +172,7 @@ def _open_value(packed_value: bytes) -> Value:
 
 def topic_of(raw: bytes) -> str:
     """The topic a record claims to belong to; raises FlawedRecord."""
-    return _open_envelope(raw).topic
+    return _opened(raw).statement.topic
 
 
 class RecordChecker:
@@ -234,25 +219,30 @@ class RecordChecker:
         return verdict
 
     def _examine(self, raw: bytes, topic: str) -> Record:
-        envelope = _open_envelope(raw)
-        if envelope.run_id != self._run_id or envelope.topic != topic:
+        record = _opened(raw)
+        statement = record.statement
+        if statement.run_id != self._run_id or statement.topic != topic:
             raise FlawedRecord(Flaw.MISPLACED)
-        statement = envelope.statement()
         try:
-            owner_key = key_of_peer_id(envelope.peer_id)
+            owner = peer_id_from_bytes(statement.owner)
+        except AddressError:
+            raise FlawedRecord(Flaw.MALFORMED) from None
+        try:
+            owner_key = key_of_peer_id(owner)
         except AddressError:
             raise FlawedRecord(Flaw.FORGED) from None
-        if not verify(owner_key, envelope.signature, _OWNER_DOMAIN + statement):
+        signed = pack_fields(statement)
+        if not verify(owner_key, record.signature, _OWNER_DOMAIN + signed):
             raise FlawedRecord(Flaw.FORGED)
         rule = self._rules.get(topic, TopicRule())
         if rule.countersigned_by is not None and not verify(
-            rule.countersigned_by, envelope.countersignature, _COUNTERSIGN_DOMAIN + statement
+            rule.countersigned_by, record.countersignature, _COUNTERSIGN_DOMAIN + signed
         ):
             raise FlawedRecord(Flaw.NOT_COUNTERSIGNED)
-        record = Record(envelope.peer_id, _open_value(envelope.packed_value), envelope.expires_at)
-        if rule.accepts is not None and not rule.accepts(record):
+        checked = Record(owner, _open_value(statement.value), statement.expires_at)
+        if rule.accepts is not None and not rule.accepts(checked):
             raise FlawedRecord(Flaw.REFUSED)
-        return record
+        return checked
 
 
 @dataclass(frozen=True, slots=True)

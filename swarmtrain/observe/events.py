@@ -323,7 +323,7 @@ class ActivityChanged(Event):
 
 @dataclass(frozen=True)
 class StepFollowed(Event):
-    """A peer has applied a step, of which it had finished so many microbatches."""
+    """A peer has applied a step, after it had finished this number of its microbatches."""
 
     step: int
     microbatches: int

@@ -1,4 +1,4 @@
-"""One stay of a peer on one stage: what hosts the stage, since when it serves there, and what must be told at once."""
+"""One stay of a peer on one stage: what hosts the stage, since when it serves there, and what ends the stay."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.codec.samples import SampleStore
 from swarmtrain.directory.directory import Directory
+from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.contacts import CoordinatorLink
@@ -21,12 +22,44 @@ from swarmtrain.peer.options import Fit, PeerOptions
 from swarmtrain.peer.stage import Stage
 from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.route.moves import Mover
-from swarmtrain.route.router import SHARING_POLICIES
+from swarmtrain.route.router import STEALING_POLICIES
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.manifest import Manifest
 
 DESERTED_S = 5.0  # a draining peer that does not hear the coordinator for so long need not wait for it
 MAX_LEDGER_BYTES = 4 << 30
+
+
+class Departure:
+    """Whether a peer goes, and why: to another stage, or out of the run."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self.from_stage, self.from_run = asyncio.Event(), asyncio.Event()
+        self.reason = "asked to leave"
+        self._stage = -1  # that it hosts
+        self.target: int | None = None  # the stage that it moves to
+
+    def leave(self, reason: str) -> None:
+        """Drain and go."""
+        self.reason = reason
+        self.from_run.set()
+        self.from_stage.set()
+
+    def move(self, target: int) -> None:
+        """Drain and take an assignment on another stage: the coordinator permits it."""
+        self.target = target
+        self._events.emit(PhaseReached("moving", f"stage {self._stage} -> {target}"))
+        if not self.from_run.is_set():
+            self.reason = f"moves to stage {target}"
+        self.from_stage.set()
+
+    def take_assignment(self, stage: int) -> None:
+        """A new stay begins: a former move is over, leaving the run is not."""
+        self._stage = stage
+        self.from_stage.clear()
+        if self.from_run.is_set():
+            self.from_stage.set()
 
 
 class Assignment:
@@ -170,7 +203,7 @@ async def open_assignment(
         node,
         authority=link,
         faults=replace(options.faults, cut=node.cut),
-        shares_work=options.route in SHARING_POLICIES,
+        shares_work=options.route in STEALING_POLICIES,
     )
     clock = StepClock(peer, min(MAX_LEDGER_BYTES, fit.available_bytes // 4))
     mover: Mover | None = None

@@ -4,8 +4,8 @@ One process: the event loop owns the network and all state, one compute thread o
 libp2p's own daemon. This file is the way in and out, and says which message is answered where. One stay on a stage is
 in `assignment.py`, the life with the coordinator in `heartbeats.py`, the work in `microbatch.py` and `step.py`.
 
-A coordinator may be away for minutes, and nobody may be there to start this daemon again when it has ended: so a peer
-that cannot find its run waits (`Patience`). What no waiting can mend, as an invite that is not one or a run that does
+A coordinator may be away for minutes, and a daemon that has ended may stay so until its owner looks: so a peer that
+cannot find its run waits (`Patience`). What no waiting can mend, as an invite that is not one or a run that does
 not want this peer, ends the daemon at once.
 """
 
@@ -28,11 +28,10 @@ from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.service import peer_routes
 from swarmtrain.p2p.errors import BootstrapError
 from swarmtrain.p2p.network import HostOptions, NetworkHost
-from swarmtrain.peer.announcing import Announcing
-from swarmtrain.peer.assignment import Assignment, open_assignment
+from swarmtrain.peer.assignment import Assignment, Departure, open_assignment
 from swarmtrain.peer.compute import Stopped
 from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, Strangers, directory_rules
-from swarmtrain.peer.heartbeats import HeartbeatLoop
+from swarmtrain.peer.heartbeats import Announcing, HeartbeatLoop
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
 from swarmtrain.peer.microbatch import Microbatches
@@ -106,10 +105,7 @@ class PeerDaemon:
         events.add(self.keeper)
         self.incarnation = world.token_hex(8)
         self._assignment_number = int(1000 * world.wall())  # above those of former lives
-        self._target = options.stage
-        self._going = asyncio.Event()  # leaves its stage: to go, or to move to another one
-        self._leaving = asyncio.Event()
-        self._leave_reason = "asked to leave"
+        self.departure = Departure(events)
         self._handlers: dict[type[Message], Callable[[Any, Exchange], Any]] = {}
         self.assignment: Assignment | None = None  # while it hosts a stage
 
@@ -117,19 +113,17 @@ class PeerDaemon:
         """Join, serve until asked to leave or the run ends, drain, go."""
         async with contextlib.AsyncExitStack() as stack:
             joined = await self._unless_leaving(self._join(stack))
-            while joined is not None and not self._leaving.is_set():
+            while joined is not None and not self.departure.from_run.is_set():
                 await self._take_assignment(joined)
-            self._say_phase("gone", self._leave_reason)
+            self._say_phase("gone", self.departure.reason)
 
     def leave(self, reason: str) -> None:
         """Drain and go. Safe to call from a signal handler on the loop."""
-        self._leave_reason = reason
-        self._leaving.set()
-        self._going.set()
+        self.departure.leave(reason)
 
     async def _unless_leaving(self, joining: Coroutine[Any, Any, T]) -> T | None:
         """What `joining` comes to; None if this peer is asked to leave before."""
-        task, leaving = asyncio.create_task(joining), asyncio.create_task(self._leaving.wait())
+        task, leaving = asyncio.create_task(joining), asyncio.create_task(self.departure.from_run.wait())
         try:
             await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() else None
@@ -185,7 +179,7 @@ class PeerDaemon:
             self._handlers, self.assignment = self._handlers_between_assignments(joined.link), None
 
     async def _settle(self, stack: contextlib.AsyncExitStack, joined: _Joined) -> _Settled:
-        """The stage: which one, whether it fits, its tensors, and who answers for it."""
+        """The stage: which one, whether it fits, its tensors, and what answers its messages."""
         link, manifest = joined.link, joined.manifest
         if self.options.stage == AUTO:
             stages = fitting_stages(manifest, self.options)
@@ -224,9 +218,9 @@ class PeerDaemon:
             steps,
             syncing,
             observer,
+            self.events,
+            self.departure,
             metrics_at=await self._serve_metrics(stack, observer),
-            leave=self.leave,
-            say_phase=self._say_phase,
         )
         announcing = Announcing(assignment, options, joined.directory, joined.host, link)
         self._handlers = {
@@ -247,10 +241,8 @@ class PeerDaemon:
 
     async def _serve(self, joined: _Joined, settled: _Settled) -> None:
         """Be part of the run until asked to leave, or permitted to move."""
-        assignment, peer = settled.assignment, settled.assignment.peer
-        self._going.clear()
-        if self._leaving.is_set():
-            self._going.set()
+        assignment, peer, departure = settled.assignment, settled.assignment.peer, self.departure
+        departure.take_assignment(peer.stage)
         async with asyncio.TaskGroup() as tasks:
             helpers = [
                 tasks.create_task(settled.heartbeats.run()),
@@ -260,30 +252,23 @@ class PeerDaemon:
                 tasks.create_task(assignment.watch_device()),
             ]
             if assignment.mover is not None:
-                moving = Moving(peer, joined.manifest, joined.link, joined.directory, assignment.mover, self._move)
+                moving = Moving(peer, joined.manifest, joined.link, joined.directory, assignment.mover, departure)
                 helpers.append(tasks.create_task(moving.run()))
-            await self._going.wait()
+            await departure.from_stage.wait()
             peer.become(PeerState.DRAINING)  # takes no new work
-            self._say_phase("draining", self._leave_reason)
+            self._say_phase("draining", departure.reason)
             assignment.changed()
             await assignment.drained(self.options.drain_s)
             for helper in helpers:
                 helper.cancel()
         await settled.heartbeats.say_goodbye()
-        await settled.announcing.withdraw(moves=not self._leaving.is_set())
+        await settled.announcing.withdraw(moves=not departure.from_run.is_set())
         self._say_ended(assignment)
-        if not self._leaving.is_set():
+        if not departure.from_run.is_set():
+            assert departure.target is not None
             self._assignment_number = assignment.version + 1
             self.incarnation = world.token_hex(8)
-            self.options = replace(self.options, stage=self._target)
-
-    def _move(self, target: int) -> None:
-        """The coordinator permits this peer to go to another stage."""
-        self._target = target
-        self._say_phase("moving", f"stage {self.options.stage} -> {target}")
-        if not self._leaving.is_set():
-            self._leave_reason = f"moves to stage {target}"
-        self._going.set()
+            self.options = replace(self.options, stage=departure.target)
 
     async def _handle(self, message: Message, exchange: Exchange) -> Message:
         handler = self._handlers.get(type(message))

@@ -26,7 +26,7 @@ POLICIES: dict[str, type[FinishTimePolicy] | type[SwarmLatencyPolicy]] = {
 
 
 # Peers of a stage share what waits (`thief.py`), except with the published router, which is there to be compared with.
-SHARING_POLICIES = frozenset({"finish-time"})
+STEALING_POLICIES = frozenset({"finish-time"})
 
 
 class Router:

@@ -1,4 +1,4 @@
-"""The most that any assignment of machines to stages, and any routing, could reach: a linear program.
+"""An upper bound on the throughput of any assignment of machines to stages and any routing: a linear program.
 
     maximise T   subject to, with y[p,s] microbatches per second that machine p serves in stage s:
     sum over p of y[p,s]  >= T                      for every stage s
@@ -52,7 +52,7 @@ def _link_may_bind(machine: Machine, kind: StageKind) -> bool:
 
 
 def _solve(machines: Counter[Machine], stages: Counter[StageKind]) -> float:
-    """Equal machines share their variables as well: only their number enters."""
+    """Equal machines share their variables, too: only their number matters."""
     try:
         import numpy as np
         from scipy.optimize import linprog

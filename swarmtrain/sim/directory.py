@@ -1,15 +1,16 @@
-"""What peers know of one another: records that are refreshed now and then, and that outlive a machine that vanished."""
+"""Peers' records: they are refreshed periodically, and outlive a machine that vanished."""
 
 from __future__ import annotations
 
-from swarmtrain.route.rebalance import Member, stage_capacities
+from swarmtrain.route.rebalance import PeerCapacity, stage_capacities
 from swarmtrain.route.views import PeerView, StageSnapshot
 from swarmtrain.sim.peer import SimPeer
 from swarmtrain.sim.scenario import Scenario
+from swarmtrain.wire.peer_report import PeerReport
 
 
 class Directory:
-    """Snapshots of all stages as of the last refresh. Everybody reads the same (stale) one."""
+    """Snapshots of all stages as of the last refresh. All peers read the same (stale) one."""
 
     def __init__(self, scenario: Scenario, peers: list[SimPeer]) -> None:
         self._scenario = scenario
@@ -17,12 +18,12 @@ class Directory:
         self._by_id = {peer.peer_id: peer for peer in peers}
         self._views: dict[int, PeerView] = {}
         self.snapshots: list[StageSnapshot] = [StageSnapshot(()) for _ in range(scenario.num_stages)]
-        self.serving: list[list[SimPeer]] = [[] for _ in range(scenario.num_stages)]  # who is in each snapshot
-        self.members: list[Member] = []
+        self.serving: list[list[SimPeer]] = [[] for _ in range(scenario.num_stages)]  # the peers in each snapshot
+        self.members: list[PeerCapacity] = []
         self.capacities = [0.0] * scenario.num_stages
 
     def refresh(self, now: float) -> None:
-        """All live machines renew their records; those of vanished ones stay until they expire."""
+        """All live machines renew their records; records of vanished machines stay until they expire."""
         by_stage: list[list[PeerView]] = [[] for _ in range(self._scenario.num_stages)]
         self.members = []
         for peer in self._peers:
@@ -34,7 +35,7 @@ class Directory:
                 self._views.pop(peer.number, None)
                 continue
             view = self._views[peer.number]
-            by_stage[view.stage].append(view)
+            by_stage[view.report.stage].append(view)
         for stage, views in enumerate(by_stage):
             bytes_in, bytes_out = stage_bytes(self._scenario, stage)
             self.snapshots[stage] = snapshot = StageSnapshot(views, bytes_in=bytes_in, bytes_out=bytes_out)
@@ -42,31 +43,29 @@ class Directory:
         self.capacities = stage_capacities(self.members, self._scenario.costs)
 
     def announce_arrival(self, peer: SimPeer) -> None:
-        """A newcomer's first record is read by the next newcomer at once; routes follow with the next refresh."""
+        """The next newcomer sees a newcomer's first record at once; routers see it at the next refresh."""
         rate = min(peer.speed / self._scenario.costs[peer.stage], link_rate(self._scenario, peer))
         self.capacities[peer.stage] += rate
 
     def _view(self, peer: SimPeer) -> PeerView:
         cost = self._scenario.costs[peer.stage]
         service_ms = 1000.0 * cost / peer.speed
-        return PeerView(
-            peer_id=peer.peer_id,
+        report = PeerReport(
             stage=peer.stage,
             state=peer.state,
             forward_ms=service_ms / 3.0,
             backward_ms=service_ms * 2.0 / 3.0,
             queue_ms=1000.0 * peer.queue_s(cost),
-            load_ms=1000.0 * peer.load_s(cost),
             up_bytes_per_s=peer.up_rate,
             down_bytes_per_s=peer.down_rate,
             relayed=peer.relayed,
-            expires_at=peer.record_until,
         )
+        return PeerView(peer.peer_id, report, expires_at=peer.record_until, load_s=peer.load_s(cost))
 
-    def _member(self, peer: SimPeer) -> Member:
-        """A peer that is about to move is listed where it is going: nobody is to follow it."""
+    def _member(self, peer: SimPeer) -> PeerCapacity:
+        """A peer that is about to move is listed in its new stage, so that no other peer follows it."""
         moving = peer.target >= 0
-        return Member(
+        return PeerCapacity(
             peer_id=peer.peer_id,
             stage=peer.target if moving else peer.stage,
             speed=peer.speed,

@@ -1,4 +1,4 @@
-"""The clock of the simulation: things to do, in the order of their time, then of their scheduling."""
+"""The event queue of the simulation, ordered by time and then by order of scheduling."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Only what is due in the present slice of time is kept in order; the rest lies in boxes until its slice comes, and is
-# sorted then, which is faster than a heap. A power of two, so that a time and its slice always agree.
+# A calendar queue: only events of the present slice of time are kept in order. Later ones lie unsorted in a box per
+# slice, which is sorted when the slice begins: faster than one heap. A power of two, so that division is exact.
 SLICE_S = 0.03125
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...]]
@@ -27,7 +27,7 @@ class Engine:
         self._scheduled = 0
 
     def at(self, time: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call at `time`, which must not lie in the past."""
+        """Call at `time`, which must not be in the past."""
         self._scheduled += 1
         if time < self._slice_end:
             heapq.heappush(self._heap, (time, self._scheduled, call, arguments))
@@ -45,7 +45,7 @@ class Engine:
         self.at(self.now + delay, call, *arguments)
 
     def run(self, until: float) -> None:
-        """Do everything that is due up to `until`."""
+        """Run all events up to `until`."""
         heap, pop, num_events = self._heap, heapq.heappop, 0
         while True:
             due = self._slice
@@ -67,7 +67,7 @@ class Engine:
         self.now = until
 
     def pending(self) -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
-        """What is still to be done, in no order."""
+        """Events that have not run, in no order."""
         for events in (self._slice, self._heap, *self._later.values()):
             for _, _, call, arguments in events:
                 yield call, arguments

@@ -1,4 +1,4 @@
-"""The coordinator's leases: one window for the whole swarm, and the real router to choose among stage 0."""
+"""The coordinator's leases: one window for the whole swarm, and the real router, which chooses peers of stage 0."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from swarmtrain.route.router import Router
 from swarmtrain.route.window import InFlightWindow, WindowOptions, stepwise
 from swarmtrain.sim.directory import stage_bytes
 from swarmtrain.sim.peer import Job, Microbatch, SimPeer
-from swarmtrain.sim.pipeline import DRAINING_RETRY_S, GIVER_REST_S, NOBODY_RETRY_S, Pipeline
+from swarmtrain.sim.pipeline import DRAINING_RETRY_S, NO_PEER_RETRY_S, STEAL_BACKOFF_S, Pipeline
 from swarmtrain.sim.world import World
 
 MIN_IN_FLIGHT = 4
-LEASE_BYTES = 16e3  # tokens: nothing beside a boundary tensor
+LEASE_BYTES = 16e3  # tokens: negligible next to a boundary tensor
 
 
 class Leases:
-    """Starts microbatches while the window has room; a lease whose owner is lost goes to another one."""
+    """Starts microbatches while the window is not full. When a lease's owner is lost, another peer gets the lease."""
 
     def __init__(self, world: World, pipeline: Pipeline) -> None:
         scenario = world.scenario
@@ -36,7 +36,7 @@ class Leases:
         self.num_given = 0
         self._in_flight = 0
         self._unleased = scenario.batch
-        self.homeless: list[Microbatch] = []  # their owners were lost: they go first
+        self.homeless: list[Microbatch] = []  # leases whose owners were lost: they go first
         self._waiting: Counter[int] = Counter()  # of each peer of stage 0: leases whose forward it has not done yet
         self._retry_at = -1.0
 
@@ -45,12 +45,12 @@ class Leases:
         self._router.update_peers(self._world.directory.snapshots[0])
 
     def open_step(self) -> None:
-        """As many microbatches again."""
+        """The next step: `batch` microbatches to lease."""
         self._unleased = self._world.scenario.batch
         self.fill()
 
     def fill(self) -> None:
-        """Start microbatches while there are any and the window has room: at least two for every peer."""
+        """Start microbatches until none are left or the window (at least two per peer) is full."""
         while self._has_next() and self._world.engine.now >= self._retry_at:
             owner = self._choose()
             if owner is None:
@@ -58,14 +58,14 @@ class Leases:
             self._give(owner)
 
     def finished(self, microbatch: Microbatch, owner: SimPeer) -> None:
-        """It came back."""
+        """The owner has answered `microbatch`."""
         now = self._world.engine.now
         self._in_flight -= 1
         self._window.finished(now - microbatch.started_at, microbatch.queue_s)
         self._router.observed(owner.peer_id, load_s=owner.load_s(self._world.scenario.costs[0]), now=now)
 
     def owner_lost(self, microbatch: Microbatch, owner: SimPeer) -> None:
-        """The lease goes to another peer, with the hint who holds the microbatch in stage 1."""
+        """The lease goes to another peer, with a hint: which peer of stage 1 holds the microbatch."""
         self._waiting.pop(owner.number, None)
         if owner.state == "gone":
             self._router.failed(owner.peer_id)
@@ -74,15 +74,15 @@ class Leases:
         self.homeless.append(microbatch)
         self.fill()
 
-    def given(self, microbatch: Microbatch, giver: SimPeer, taker: SimPeer) -> None:
-        """An owner gives a lease to another peer of the stage."""
-        if self._waiting[giver.number] > 0:
-            self._waiting[giver.number] -= 1
-        self._router.busy(giver.peer_id, GIVER_REST_S)
-        self._hand(microbatch, taker)
+    def stolen(self, microbatch: Microbatch, victim: SimPeer, thief: SimPeer) -> None:
+        """A thief, another peer of stage 0, takes over the lease of `victim`."""
+        if self._waiting[victim.number] > 0:
+            self._waiting[victim.number] -= 1
+        self._router.busy(victim.peer_id, STEAL_BACKOFF_S)
+        self._hand(microbatch, thief)
 
     def forwarded(self, owner: SimPeer, job: Job, began_at: float) -> None:
-        """An owner has done its forward and says where the time went."""
+        """An owner has done its forward and reports its times."""
         now = self._world.engine.now
         self._router.succeeded(
             owner.peer_id,
@@ -94,7 +94,7 @@ class Leases:
         )
         if self._waiting[owner.number] > 0:
             self._waiting[owner.number] -= 1
-        # When everybody had enough, the one that has room now gets the next, and nobody else need be looked at.
+        # When all peers had enough, the owner that has just become free gets the next lease.
         if now < self._retry_at and self._has_next() and owner.state == "serving":
             self._router.pick(LEASE_BYTES, now, prefer=(owner.peer_id,))  # charges its clock
             self._give(owner)
@@ -104,8 +104,8 @@ class Leases:
     def _has_next(self) -> bool:
         if self.homeless:
             return True
-        room = max(self._window.size, 2 * len(self._world.directory.members))
-        return self._in_flight < room and (self._unleased > 0 or not self._world.scenario.batch)
+        limit = max(self._window.size, 2 * len(self._world.directory.members))
+        return self._in_flight < limit and (self._unleased > 0 or not self._world.scenario.batch)
 
     def _give(self, owner: SimPeer) -> None:
         if self.homeless:
@@ -123,12 +123,12 @@ class Leases:
         self._world.engine.after(delay_s, self._arrives, microbatch, owner)
 
     def _choose(self) -> SimPeer | None:
-        """Whom the router names, except those who have enough to begin with."""
+        """The router's choice, except peers that have enough leases to start with."""
         scenario, now = self._world.scenario, self._world.engine.now
         while True:
             pick = self._router.pick(LEASE_BYTES, now)
             if pick is None or pick.wait_s > 0.0:
-                self._retry_at = now + (NOBODY_RETRY_S if pick is None else pick.wait_s)
+                self._retry_at = now + (NO_PEER_RETRY_S if pick is None else pick.wait_s)
                 self._world.engine.at(self._retry_at, self.fill)
                 return None
             owner = self._world.by_id[pick.peer_id]

@@ -1,11 +1,11 @@
-"""Machines that come, go, and move between stages, by the real rebalancing rules."""
+"""Machines that join, leave, and move between stages, by the real rebalancing rules."""
 
 from __future__ import annotations
 
 import random
 
 from swarmtrain.route.moves import LeaveAnswer, MoveArbiter, Mover
-from swarmtrain.route.rebalance import Member, PlannedMove, newcomer_stage, plan_move_by_queues, plan_moves
+from swarmtrain.route.rebalance import PeerCapacity, PlannedMove, newcomer_stage, plan_move_by_queues, plan_moves
 from swarmtrain.sim.directory import link_rate
 from swarmtrain.sim.leases import Leases
 from swarmtrain.sim.peer import SimPeer
@@ -36,7 +36,7 @@ class Membership:
     # -- start and churn
 
     def start(self, alive: list[SimPeer]) -> None:
-        """Place the machines that are there from the beginning, and set everything ticking."""
+        """Place the initial machines and start the periodic tasks."""
         num_stages = self._scenario.num_stages
         for position, peer in enumerate(alive):
             random_stage = self._rng.randrange(num_stages) if position >= num_stages else position
@@ -65,7 +65,7 @@ class Membership:
                 engine.at(event.time_s, self._trace_event, event.change)
 
     def _flip(self, peer: SimPeer) -> None:
-        """Exponential churn: a machine that is there vanishes, one that is away comes back."""
+        """Exponential churn: a machine that is online vanishes, one that is away returns."""
         if peer.state == "gone":
             self._join(peer)
             mean_s = self._scenario.mean_life_s
@@ -139,9 +139,9 @@ class Membership:
             self._serve(peer)
 
     def _announce(self, peer: SimPeer, version: int) -> None:
-        """Tell the coordinator which stage the peer serves; its version has grown."""
+        """Tell the coordinator which stage the peer serves, with its new version."""
         self._versions[peer.number] = version
-        member = Member(peer.peer_id, peer.stage, peer.speed, link_rate(self._scenario, peer))
+        member = PeerCapacity(peer.peer_id, peer.stage, peer.speed, link_rate(self._scenario, peer))
         self._arbiter.serving(member, version)
 
     def _serve(self, peer: SimPeer) -> None:
@@ -152,7 +152,7 @@ class Membership:
     # -- the directory and the rules
 
     def refresh_directory(self) -> None:
-        """New records for everybody; then plans are made from them."""
+        """All peers renew their records; then rebalancing plans are made from them."""
         engine, directory = self._world.engine, self._world.directory
         for peer in self._world.peers:
             self._pipeline.processors.receive(peer)
@@ -178,7 +178,7 @@ class Membership:
         self._world.engine.after(self._scenario.rebalance_period_s, self._queue_rule)
 
     def _look(self, peer: SimPeer) -> None:
-        """A peer that the plan names looks at the directory, and some seconds later once more."""
+        """A peer that the plan names reads the directory now, and again some seconds later."""
         if peer.state != "serving" or peer.target >= 0:
             return
         now = self._world.engine.now
@@ -219,9 +219,9 @@ class Membership:
             self._switch(peer, peer.incarnation)
 
     def _switch(self, peer: SimPeer, incarnation: int) -> None:
-        """Callers send what the peer held to others of its old stage; it belongs to the new one at once.
+        """Callers send what the peer held to other peers of its old stage; it belongs to the new one at once.
 
-        With steps this happens between two of them, when nobody holds anything.
+        With steps this happens between two of them, when no peer holds a microbatch.
         """
         if peer.incarnation != incarnation:
             return
@@ -235,7 +235,7 @@ class Membership:
         self._arrive(peer)
 
     def _drained(self, peer: SimPeer) -> None:
-        """Nothing is left to do in the old stage: wait for the rest of the new one's state."""
+        """The old stage's work is done: wait for the rest of the new stage's state."""
         owes = (peer.accumulated or peer.replaying) and not self._steps.may_leave()
         if peer.state != "draining" or owes:
             return

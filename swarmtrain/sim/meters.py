@@ -1,4 +1,4 @@
-"""What is counted: finished microbatches over time, what every machine's time went into, bytes, events by name."""
+"""Counters: finished microbatches over time, how machines spend their time, bytes, events by name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 
 from swarmtrain.sim.peer import Job, Microbatch, SimPeer
 
-# What a live machine's second is spent on. All but the first two are idle time, by cause.
+# How a live machine spends its time. All but the first two are idle time, by cause.
 CAUSES = ("useful", "wasted", "wire", "no work", "barrier", "draining", "syncing")
 
 
 class Meters:
-    """Counts only what happens after the warm-up; times are clipped to that."""
+    """Counts only after the warm-up; intervals are clipped to that."""
 
     def __init__(self, warmup_s: float, bin_s: float) -> None:
         self.warmup_s = warmup_s
@@ -21,7 +21,7 @@ class Meters:
         self.events: Counter[str] = Counter()
         self.finished_in_bin: Counter[int] = Counter()
         self.num_finished = 0
-        self.stages_done = 0.0  # one for a stage's forward and backward of one microbatch
+        self.stages_done = 0.0  # one is forward and backward of one microbatch in one stage
         self.delay_sum_s = 0.0
         self.queue_sum_s = 0.0
         self.bytes_sent = 0.0
@@ -35,7 +35,7 @@ class Meters:
             self.events[name] += 1
 
     def finished(self, microbatch: Microbatch, now: float) -> None:
-        """A microbatch came back to its owner. Its route and time enter the digest of the trace."""
+        """A microbatch is finished. Its route and time enter the digest of the trace."""
         route = ",".join("" if peer is None else peer.peer_id for peer in microbatch.route)
         self.trace_digest = zlib.crc32(f"{now!r} {microbatch.number} {route}".encode(), self.trace_digest)
         self.finished_in_bin[int(now / self.bin_s)] += 1
@@ -45,7 +45,7 @@ class Meters:
             self.queue_sum_s += microbatch.queue_s
 
     def worked(self, share: float, now: float) -> None:
-        """This part of one stage's work for one microbatch is done."""
+        """This fraction of one stage's compute for one microbatch is done."""
         if now >= self.warmup_s:
             self.stages_done += share
 
@@ -55,14 +55,14 @@ class Meters:
             self.bytes_sent += num_bytes
 
     def spent(self, cause: str, start: float, end: float) -> None:
-        """A machine spent this interval so."""
+        """Add an interval of one machine to how time was spent."""
         if start < self.warmup_s:
             start = self.warmup_s
         if end > start:
             self.seconds[cause] += end - start
 
     def barrier(self, begins: bool, now: float) -> None:
-        """The optimizer step begins or ends: whoever idles meanwhile idles because of it."""
+        """The optimizer step begins or ends: machines that idle meanwhile idle because of it."""
         if begins:
             self._barrier_since = now
         elif self._barrier_since is not None:
@@ -70,7 +70,7 @@ class Meters:
             self._barrier_since = None
 
     def idle_ended(self, peer: SimPeer, job: Job | None, now: float) -> None:
-        """Split an idle interval: how long the job that ended it was on the wire, and how long nobody had sent one."""
+        """Split an idle interval: the job that ended it was on the wire, and before that no job had been sent."""
         start = peer.idle_since
         if now <= start:
             return

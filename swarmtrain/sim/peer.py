@@ -1,4 +1,4 @@
-"""A simulated machine: one processor with a queue, an uplink, a downlink; and the microbatches that pass it."""
+"""A simulated machine (a processor with a queue, an uplink, a downlink) and its microbatches."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ BACKWARD, FORWARD, REPLAY = 0, 1, 2
 
 
 class Microbatch:
-    """One microbatch on its way: who serves it in each stage, and how far it has come there."""
+    """One microbatch on its way: the peer that serves it in each stage, and its progress there."""
 
     __slots__ = (
         "answered",
         "computed",
         "exclude",
-        "given",
         "number",
         "queue_s",
         "ready",
         "route",
         "started_at",
+        "stolen_in",
         "token",
     )
 
@@ -32,18 +32,18 @@ class Microbatch:
         self.started_at = now
         self.queue_s = 0.0  # spent in queues
         self.route: list[SimPeer | None] = [None] * num_stages
-        self.token = [0] * num_stages  # raised by every (re)send to a stage: late events of earlier sends are void
+        self.token = [0] * num_stages  # counts sends to a stage: events of earlier sends are void
         self.computed = [False] * num_stages  # forward done by route[stage]
-        self.ready = [False] * num_stages  # backward done: its gradient can be had from route[stage]
+        self.ready = [False] * num_stages  # backward done: route[stage] has its gradient
         self.answered = [-1] * num_stages  # the caller's token for which the gradient was sent
-        self.given = -1  # the last stage in which it was given away
+        self.stolen_in = -1  # the last stage in which it was stolen
         self.exclude: frozenset[str] = frozenset()  # peers of the next stage that refused it
 
 
 class Job:
     """A piece of work in a peer's queue."""
 
-    __slots__ = ("arrived_at", "is_spare", "kind", "microbatch", "sender", "sent_at", "stage", "token")
+    __slots__ = ("arrived_at", "is_stealable", "kind", "microbatch", "sender", "sent_at", "stage", "token")
 
     def __init__(
         self,
@@ -62,10 +62,12 @@ class Job:
         self.sent_at = sent_at
         self.arrived_at = arrived_at  # may lie in the future
         self.sender = sender
-        self.is_spare = kind == FORWARD and microbatch.given != stage  # nobody of the stage has given it away yet
+        self.is_stealable = (
+            kind == FORWARD and microbatch.stolen_in != stage
+        )  # each microbatch is stolen at most once per stage
 
     def is_void(self) -> bool:
-        """Whether it was sent elsewhere meanwhile."""
+        """Whether the microbatch was sent elsewhere meanwhile."""
         return self.microbatch.token[self.stage] != self.token
 
 
@@ -85,7 +87,7 @@ class SimPeer:
         "jobs",
         "latency_s",
         "num_forward",
-        "num_spare",
+        "num_stealable",
         "number",
         "peer_id",
         "record_until",
@@ -118,30 +120,30 @@ class SimPeer:
         self.state = "gone"
         self.state_since = 0.0
         self.serving_since = 0.0
-        self.available_from = 0.0  # when a machine that does nothing but join could serve at the earliest
-        self.target = -1  # where a moving peer is going; -1: it is not moving
-        self.synced_at = 0.0  # when a mover will have fetched the state of its new stage
+        self.available_from = 0.0  # earliest time at which a machine could serve that joins and does nothing else
+        self.target = -1  # the stage to which the peer moves; -1: it does not move
+        self.synced_at = 0.0  # when a moving peer has fetched the state of its new stage
         self.record_until = 0.0
         self.incarnation = 0
         self.up_free = 0.0
         self.down_free = 0.0
         self.jobs: list[tuple[int, int, int, Job]] = []
-        self.incoming: list[tuple[float, int, Job]] = []  # a heap of messages that were under way when looked at last
+        self.incoming: list[tuple[float, int, Job]] = []  # a heap of messages that were under way at the last look
         self.num_forward = 0  # in the queue
-        self.num_spare = 0  # of them, such as may be given away
+        self.num_stealable = 0  # of these, how many may be stolen
         self.busy = False
         self.idle_since = 0.0
         self.held: dict[Microbatch, int] = {}
-        self.accumulated = 0  # microbatches of the current step whose gradient it has
-        self.replaying = 0  # pieces that it computes for a peer that was lost
+        self.accumulated = 0  # microbatches of the current step in its gradient sum
+        self.replaying = 0  # replayed pieces that it computes for a lost peer
         self.router: Router | None = None
 
     def forget_work(self) -> None:
-        """Everything in memory is lost: the machine died, or it left the stage."""
+        """Drop all work: the machine died, or left the stage."""
         self.jobs.clear()
         self.incoming.clear()
         self.held = {}
-        self.num_forward = self.num_spare = 0
+        self.num_forward = self.num_stealable = 0
         self.busy = False
         self.accumulated = 0
         self.replaying = 0
@@ -154,32 +156,32 @@ class SimPeer:
         heapq.heappush(self.jobs, (rank, age, sequence, job))
         if job.kind != BACKWARD:
             self.num_forward += 1
-            self.num_spare += job.is_spare
+            self.num_stealable += job.is_stealable
 
     def pop(self) -> Job:
         """The next job to compute."""
         job = heapq.heappop(self.jobs)[3]
         if job.kind != BACKWARD:
             self.num_forward -= 1
-            self.num_spare -= job.is_spare
+            self.num_stealable -= job.is_stealable
         return job
 
     def take_last_forward(self) -> Job | None:
-        """Out of the queue: the forward that would be done last. What was given away once stays."""
+        """Remove the forward that would run last, for a thief. What was stolen before stays."""
         last = None
         for place in self.jobs:
-            if place[3].is_spare and (last is None or place > last):
+            if place[3].is_stealable and (last is None or place > last):
                 last = place
         if last is None or last[3].is_void():
             return None
         self.jobs.remove(last)
         heapq.heapify(self.jobs)
         self.num_forward -= 1
-        self.num_spare -= 1
+        self.num_stealable -= 1
         return last[3]
 
     def load_s(self, cost: float) -> float:
-        """Both passes of everything it holds."""
+        """Compute time of both passes of everything it holds."""
         return len(self.held) * cost / self.speed
 
     def queue_s(self, cost: float) -> float:

@@ -1,7 +1,7 @@
 """The way of a microbatch through the simulated swarm, with the real router: send, queue, compute, answer, replay.
 
-Follows the rules of the chain: whoever calls replays; a peer that holds a microbatch answers again without computing
-again; a lost caller does not cancel the work below it.
+Follows the rules of chain/: the caller replays; a peer that holds a microbatch answers again without recomputing it;
+losing a caller does not cancel the work downstream of it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from swarmtrain.sim.peer import BACKWARD, FORWARD, REPLAY, Job, Microbatch, SimP
 from swarmtrain.sim.processor import FORWARD_SHARE, Processors
 from swarmtrain.sim.world import World
 
-NOBODY_RETRY_S = 2.0  # until the directory is asked again when a stage seems to have no peers
-DRAINING_RETRY_S = 30.0  # a peer that drains is not asked again before its record says something else
+NO_PEER_RETRY_S = 2.0  # back-off when a stage seems to have no peers
+DRAINING_RETRY_S = 30.0  # back-off for a draining peer: by then its record says so
 CONNECT_TIMEOUT_S = 3.0
-GIVER_REST_S = 0.2  # who gives work away is not sent more at once, as the daemons
+STEAL_BACKOFF_S = 0.2  # back-off for a victim: what was stolen is not sent back at once; as the daemons do
 
 
 @lru_cache(maxsize=256)
@@ -31,7 +31,7 @@ def router_options(up_rate: float, bytes_in: float, bytes_out: float) -> RouterO
 
 
 class Pipeline:
-    """Moves microbatches; the coordinator's and the members' parts hang on the `on_…` hooks."""
+    """Moves microbatches. Leases, steps and membership set the `on_…` hooks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -44,14 +44,16 @@ class Pipeline:
         self.on_owner_lost: Callable[[Microbatch, SimPeer], None] = lambda microbatch, owner: None
         self.on_forwarded: Callable[[SimPeer, Job, float], None] = lambda owner, job, began_at: None
         self.on_drained: Callable[[SimPeer], None] = lambda peer: None
-        self.on_lease_given: Callable[[Microbatch, SimPeer, SimPeer], None] = lambda microbatch, giver, taker: None
+        self.on_lease_stolen: Callable[[Microbatch, SimPeer, SimPeer], None] = lambda microbatch, victim, thief: None
         self.processors = Processors(world)
         self.processors.on_forward_done = self._forward_done
         self.processors.on_backward_done = self._backward_done
         self.processors.on_refusal = self._refuses
         self._costs = world.scenario.costs
         self._backbone_latency_s = world.scenario.backbone_latency_s
-        self._routing_rng = random.Random(f"routing {world.scenario.seed}")  # of all: many do not fit a cache
+        self._routing_rng = random.Random(
+            f"routing {world.scenario.seed}"
+        )  # one for all routers: many would not fit a cache
 
     def _clock(self) -> float:
         return self.engine.now
@@ -59,7 +61,7 @@ class Pipeline:
     # -- entering and leaving a stage
 
     def equip(self, peer: SimPeer) -> None:
-        """Give a peer that starts to serve its stage a fresh router."""
+        """Give a peer that starts serving a fresh router."""
         scenario, stage = self.scenario, peer.stage
         peer.router = None
         if stage < self.last:
@@ -68,7 +70,7 @@ class Pipeline:
             peer.router.update_peers(self.world.directory.snapshots[stage + 1])
 
     def start(self, microbatch: Microbatch, owner: SimPeer) -> None:
-        """The owner begins with its forward in stage 0; if the lease was another's before, stage 1 is asked by hint."""
+        """The owner starts its forward in stage 0. If the lease had another owner before, a hint asks stage 1."""
         owner.held[microbatch] = 0
         microbatch.route[0] = owner
         microbatch.token[0] += 1
@@ -77,7 +79,7 @@ class Pipeline:
         self.processors.enqueue(owner, Job(FORWARD, microbatch, 0, microbatch.token[0], now, now))
 
     def replay_piece(self, stage: int, peer: SimPeer) -> None:
-        """Compute one stage of a finished microbatch again, whose gradient was lost with its peer."""
+        """Recompute one stage of a finished microbatch: its gradient was lost with its peer."""
         peer.replaying += 1
         arrival = self.engine.now + 2.0 * self.num_bytes / min(peer.up_rate, peer.down_rate) + 4.0 * peer.latency_s
         self.engine.at(arrival, self._replay_arrives, stage, peer, peer.incarnation)
@@ -88,13 +90,13 @@ class Pipeline:
             self.processors.enqueue(peer, Job(REPLAY, Microbatch(0, 0, now), stage, 0, now, now))
 
     def peer_lost(self, peer: SimPeer) -> None:
-        """The machine is gone with all it held; its callers notice after some missed heartbeats."""
+        """The machine has died with everything it held; its callers notice after some missed heartbeats."""
         if peer.busy:
             self.meters.count("jobs cut off", self.engine.now)
         self._let_go(peer, self.scenario.detect_s, planned=False)
 
     def hand_over(self, peer: SimPeer) -> None:
-        """The machine leaves its stage and says so: its callers send what it held to others at once."""
+        """The machine leaves its stage and announces it: its callers send what it held to other peers at once."""
         self._let_go(peer, peer.latency_s + self._backbone_latency_s, planned=True)
 
     def _let_go(self, peer: SimPeer, delay_s: float, *, planned: bool) -> None:
@@ -104,7 +106,7 @@ class Pipeline:
             self.engine.after(delay_s, self._recover, microbatch, stage, peer, planned)
 
     def _recover(self, microbatch: Microbatch, stage: int, gone: SimPeer, planned: bool) -> None:
-        """The caller sends the same bytes to another peer. If it is gone as well, its own caller does so first."""
+        """The caller sends the same bytes to another peer. If the caller is lost, too, its own caller replays first."""
         if microbatch.route[stage] is not gone or microbatch.ready[stage]:
             return
         if stage == 0:
@@ -115,7 +117,7 @@ class Pipeline:
         if caller is None or microbatch not in caller.held or caller.router is None:
             return
         if not microbatch.computed[stage - 1]:
-            return  # the caller is a replacement itself, and will send when it is done
+            return  # the caller is a replacement itself: it sends once its forward is done
         if planned:
             caller.router.busy(gone.peer_id, DRAINING_RETRY_S)
         else:
@@ -126,7 +128,7 @@ class Pipeline:
         self._send(microbatch, stage, caller)
 
     def _lose_work(self, microbatch: Microbatch, stage: int) -> None:
-        """What was done for it in this stage will be computed again, and counts once."""
+        """The microbatch will be recomputed in this stage: its work there counts once."""
         if microbatch.computed[stage]:
             self.meters.worked(-1.0 if microbatch.ready[stage] else -FORWARD_SHARE, self.engine.now)
         microbatch.computed[stage] = microbatch.ready[stage] = False
@@ -134,7 +136,7 @@ class Pipeline:
     # -- forward
 
     def _send(self, microbatch: Microbatch, stage: int, sender: SimPeer) -> None:
-        """Route the microbatch to a peer of `stage`; the one that holds it already is asked first."""
+        """Route the microbatch to a peer of `stage`; a peer that already holds it is asked first."""
         if sender.router is None or microbatch not in sender.held:
             return
         now = self.engine.now
@@ -148,7 +150,7 @@ class Pipeline:
             microbatch.exclude = frozenset()
             microbatch.queue_s += 0.0 if pick is None else pick.wait_s  # as the daemons count it
             self.meters.count("nobody to ask" if pick is None else "all busy", now)
-            self.engine.after(NOBODY_RETRY_S if pick is None else pick.wait_s, self._send, microbatch, stage, sender)
+            self.engine.after(NO_PEER_RETRY_S if pick is None else pick.wait_s, self._send, microbatch, stage, sender)
             return
         self._send_to(self.world.by_id[pick.peer_id], microbatch, stage, sender)
 
@@ -162,7 +164,7 @@ class Pipeline:
         if peer.state == "gone":
             self.engine.after(CONNECT_TIMEOUT_S, self._refused, microbatch, stage, sender, peer, token, "dead")
             return
-        if peer.state != "serving" or peer.stage != stage:  # the directory was out of date
+        if peer.state != "serving" or peer.stage != stage:  # the directory was stale
             back_at = self._transfer(sender, peer)
             self.engine.at(back_at, self._refused, microbatch, stage, sender, peer, token, "draining")
             return
@@ -173,13 +175,13 @@ class Pipeline:
         self.processors.expect(peer, Job(FORWARD, microbatch, stage, token, sent_at, arrives_at, sender))
 
     def _holds(self, peer: SimPeer, microbatch: Microbatch, stage: int) -> bool:
-        """Whether asking this peer again finds work that is done or under way."""
+        """Whether this peer has the microbatch, done or under way."""
         return peer.held.get(microbatch) == stage or (
             microbatch.ready[stage] and peer.state != "gone" and peer.stage == stage
         )
 
     def _transfer(self, source: SimPeer, target: SimPeer) -> float:
-        """When it arrives. Both links are occupied for their share of the time; the slower one decides."""
+        """The time of arrival. Each link is busy for its own share of the time; the slower one decides."""
         num_bytes, now = self.num_bytes, self.engine.now
         up_free, down_free = source.up_free, target.down_free
         up_free = (up_free if up_free > now else now) + num_bytes / source.up_rate
@@ -190,7 +192,7 @@ class Pipeline:
         return (up_free if up_free > down_free else down_free) + latency_s
 
     def _refuses(self, peer: SimPeer, job: Job, why: str) -> None:
-        """The peer sends an answer to whoever sent the job."""
+        """The peer refuses the job: the refusal goes to its sender."""
         sender = job.sender
         assert sender is not None  # only replays have none
         back_s = peer.latency_s + sender.latency_s + self._backbone_latency_s
@@ -212,16 +214,16 @@ class Pipeline:
             else:
                 self.processors.receive(peer)
                 sender.router.busy(peer.peer_id, peer.queue_s(self._costs[stage]) * 0.5)
-        if why != "busy":  # who has room later is waited for, as by the daemons
+        if why != "busy":  # a busy peer may be chosen again after its back-off, as by the daemons
             microbatch.exclude |= {peer.peer_id}
         microbatch.route[stage] = None
-        # Whoever waits for it now: the sender may have died and been replaced since.
+        # The refusal goes to the present caller: the sender may have died and been replaced.
         caller = microbatch.route[stage - 1]
         if caller is not None and microbatch.computed[stage - 1]:
             self._send(microbatch, stage, caller)
 
     def _hint_arrives(self, microbatch: Microbatch, stage: int, peer: SimPeer) -> None:
-        """A peer is asked for a microbatch that it has: it answers at once if it is done, else when it will be."""
+        """A hint asks a peer for a microbatch that it has: it answers once the microbatch is done."""
         if microbatch.route[stage] is not peer:
             return
         if not self._holds(peer, microbatch, stage):  # it died or moved meanwhile
@@ -231,36 +233,36 @@ class Pipeline:
         elif microbatch.ready[stage]:
             self._answer(microbatch, stage, peer)
 
-    def give_away(self, giver: SimPeer, taker: SimPeer, after_s: float) -> bool:
-        """The forward that the giver would do last goes to the taker; False if there is none that it may give."""
-        job = giver.take_last_forward()
+    def steal(self, victim: SimPeer, thief: SimPeer, after_s: float) -> bool:
+        """The thief gets the forward that the victim would do last; False if no forward of it may be stolen."""
+        job = victim.take_last_forward()
         if job is None:
             return False
         microbatch, stage = job.microbatch, job.stage
-        giver.held.pop(microbatch, None)
-        microbatch.given = stage
+        victim.held.pop(microbatch, None)
+        microbatch.stolen_in = stage
         microbatch.route[stage] = None
         caller = microbatch.route[stage - 1] if stage else None
-        after_s += giver.latency_s + self._backbone_latency_s + (caller.latency_s if caller is not None else 0.0)
-        self.meters.count("given to others of the stage", self.engine.now)
-        self.engine.after(after_s, self._given, job, giver, taker)
+        after_s += victim.latency_s + self._backbone_latency_s + (caller.latency_s if caller is not None else 0.0)
+        self.meters.count("stolen", self.engine.now)
+        self.engine.after(after_s, self._redirect, job, victim, thief)
         return True
 
-    def _given(self, job: Job, giver: SimPeer, taker: SimPeer) -> None:
-        """The caller hears who takes it, if it is still the one who waits for it."""
+    def _redirect(self, job: Job, victim: SimPeer, thief: SimPeer) -> None:
+        """The caller, if it still waits for the microbatch, is redirected to the thief."""
         if job.is_void():
             return
         microbatch, stage = job.microbatch, job.stage
         microbatch.queue_s += self.engine.now - job.sent_at  # the detour, as the daemons count it
         if stage == 0:
-            self.on_lease_given(microbatch, giver, taker)
+            self.on_lease_stolen(microbatch, victim, thief)
             return
         caller = microbatch.route[stage - 1]
         if caller is None or caller.router is None or microbatch not in caller.held:
-            return  # whoever replaces it will send
+            return  # its replacement will send
         if microbatch.computed[stage - 1]:
-            caller.router.busy(giver.peer_id, GIVER_REST_S)
-            self._send_to(taker, microbatch, stage, caller)
+            caller.router.busy(victim.peer_id, STEAL_BACKOFF_S)
+            self._send_to(thief, microbatch, stage, caller)
 
     def _forward_done(self, peer: SimPeer, job: Job, began_at: float) -> None:
         microbatch, stage, now = job.microbatch, job.stage, self.engine.now
@@ -286,7 +288,7 @@ class Pipeline:
             self._send(microbatch, stage + 1, peer)
 
     def _link(self, source: SimPeer, target: SimPeer) -> LinkView:
-        """What the meter says: the receiver times a message from its first byte on, without the wait before it."""
+        """The measured rate: the receiver times a message from its first byte on, without the wait before it."""
         backlog_s = source.up_free - self.engine.now
         return LinkView(
             source.up_rate if source.up_rate < target.down_rate else target.down_rate,
@@ -309,14 +311,14 @@ class Pipeline:
             self.on_drained(peer)
 
     def _answer(self, microbatch: Microbatch, stage: int, peer: SimPeer) -> None:
-        """Send the gradient to whoever waits for it now. If nobody does, it is kept until somebody asks."""
+        """Send the gradient to the present caller. Without one it is kept until a replacement asks."""
         caller = microbatch.route[stage - 1]
         token = microbatch.token[stage - 1]
         if caller is not None and microbatch in caller.held and microbatch.computed[stage - 1]:
             if microbatch.answered[stage] == token:
                 return
             microbatch.answered[stage] = token
-            if peer.stage == stage and caller.router is not None:  # the answer says what its sender still holds
+            if peer.stage == stage and caller.router is not None:  # the answer reports its sender's load
                 caller.router.observed(peer.peer_id, load_s=peer.load_s(self._costs[stage]), now=self.engine.now)
             sent_at, arrives_at = self.engine.now, self._transfer(peer, caller)
             self.processors.expect(caller, Job(BACKWARD, microbatch, stage - 1, token, sent_at, arrives_at, peer))

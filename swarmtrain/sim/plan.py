@@ -1,7 +1,7 @@
-"""What a run would do with a given set of machines, before anything is started. Arithmetic only, in milliseconds.
+"""Forecast of a run on a given set of machines, before anything is started. Arithmetic only; takes milliseconds.
 
-The same quantities as in the simulator: rates of machines, bytes of stages, the reduction's barrier, the bound. A test
-holds the prediction against the simulation of the same swarm.
+It uses the simulator's quantities: rates of machines, bytes of stages, the all-reduce's barrier, the bound. A test
+compares the forecast with the simulation of the same swarm.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ class Forecast:
     bound_tokens_per_s: float  # of the linear program, without steps
     step_s: float
     reduce_s: float
+    reduce_stage: int  # whose all-reduce lasts longest
+    fill_s: float  # until the pipeline is full, and until it is empty again
+    is_short_of_bytes: bool  # the weakest stage waits for its lines, not for its processors
     short_stage: int | None  # the weakest; None if every stage is as strong
     stages: tuple[StageForecast, ...]
     coordinator_up_bytes_per_day: float
@@ -52,7 +55,7 @@ class Forecast:
 
     @property
     def empty_stages(self) -> tuple[int, ...]:
-        """Stages that nobody can host."""
+        """Stages that no machine can host."""
         return tuple(stage.stage for stage in self.stages if not stage.num_peers)
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,7 +77,7 @@ class _Host:
 
 
 def default_profile(workload: Workload) -> PeerProfile:
-    """What is assumed when no machines are given: a gaming GPU at home with memory for any stage."""
+    """The default when no machines are given: a gaming GPU at home with memory for any stage."""
     largest_gb = max(stage.memory_bytes for stage in workload.stages) / 1e9
     return replace(GAMING_GPU, memory_gb=max(GAMING_GPU.memory_gb, 1.01 * largest_gb))
 
@@ -85,15 +88,17 @@ def forecast(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) 
     stages = _assign(workload, hosts)
     capacities = [sum(host.rate(workload, index) for host in members) for index, members in enumerate(stages)]
     rate = min(capacities)
-    reduce_s = max(
+    reducing = [
         all_reduce_seconds(
-            workload.all_reduce_bytes(index),
+            workload.all_reduce_bytes(index, len(members)),
             [min(host.machine.up_rate, host.machine.down_rate) for host in members],
         )
         for index, members in enumerate(stages)
-    )
-    # The pipeline fills and runs dry once in every step, which costs one pass; then the reduction.
-    step_s = workload.batch / rate + _pass_s(workload, stages) + reduce_s + 4.0 * BACKBONE_S if rate else 0.0
+    ]
+    reduce_s = max(reducing)
+    # Once per step the pipeline fills and drains, which costs one pass; then comes the all-reduce.
+    fill_s = _pass_s(workload, stages)
+    step_s = workload.batch / rate + fill_s + reduce_s + 4.0 * BACKBONE_S if rate else 0.0
     steps_per_s = 1.0 / step_s if step_s else 0.0
     return Forecast(
         name=workload.name,
@@ -103,6 +108,9 @@ def forecast(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) 
         bound_tokens_per_s=_bound(workload, hosts) * workload.tokens,
         step_s=step_s,
         reduce_s=reduce_s,
+        reduce_stage=reducing.index(reduce_s),
+        fill_s=fill_s,
+        is_short_of_bytes=_is_short_of_bytes(workload, stages, capacities),
         short_stage=_short_stage(capacities),
         stages=tuple(
             _stage_forecast(workload, index, members, capacities[index], rate, steps_per_s)
@@ -145,7 +153,7 @@ def _assign(workload: Workload, hosts: Sequence[_Host]) -> list[list[_Host]]:
         ]
         for host in hosts
     }
-    # Whoever fits few stages chooses first; whoever fits all fills up what is left.
+    # Machines that fit few stages choose first; those that fit all fill up the rest.
     for host in sorted(hosts, key=lambda host: (len(fitting_of[host.profile.memory_gb]), -host.machine.speed)):
         fitting = fitting_of[host.profile.memory_gb]
         needy = max(fitting, key=lambda index: (-capacities[index], workload.stages[index].memory_bytes))
@@ -160,12 +168,18 @@ def _short_stage(capacities: Sequence[float]) -> int | None:
     return weakest if capacities[weakest] < 0.99 * usual else None
 
 
+def _is_short_of_bytes(workload: Workload, stages: Sequence[Sequence[_Host]], capacities: Sequence[float]) -> bool:
+    weakest = min(range(len(capacities)), key=lambda index: capacities[index])
+    computing = sum(host.profile.tflops / workload.stages[weakest].tflop for host in stages[weakest])
+    return capacities[weakest] < 0.99 * computing
+
+
 def _neighbours(workload: Workload, stage: int) -> int:
     return (stage > 0) + (stage < len(workload.stages) - 1)
 
 
 def _pass_s(workload: Workload, stages: Sequence[Sequence[_Host]]) -> float:
-    """One microbatch forth and back through otherwise idle machines of average speed."""
+    """Latency of one microbatch, forward and backward, through idle machines of average speed."""
     seconds = 0.0
     for index, members in enumerate(stages):
         if members:
@@ -191,7 +205,7 @@ def _stage_forecast(
     if members:
         share = workload.batch / len(members)
         per_step = share * _neighbours(workload, index) * workload.boundary_bytes
-        per_step += workload.all_reduce_bytes(index) * (1.0 - 1.0 / len(members))
+        per_step += workload.all_reduce_bytes(index, len(members)) * (1.0 - 1.0 / len(members))
     tokens = workload.batch * workload.token_bytes / max(1, len(members)) if index == 0 else 0.0
     return StageForecast(
         stage=index,

@@ -1,4 +1,4 @@
-"""A machine's processor: what comes to it, waits for it, and is computed. It knows nothing of routes."""
+"""A machine's processor: arrivals, queue and computing. Routes are none of its business."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from swarmtrain.sim.peer import BACKWARD, FORWARD, REPLAY, Job, SimPeer
 from swarmtrain.sim.world import World
 
-FORWARD_SHARE = 1.0 / 3.0  # of a stage's work for a microbatch
+FORWARD_SHARE = 1.0 / 3.0  # of a stage's compute for a microbatch
 
 
 class Processors:
-    """Those of all machines; `pipeline` and others hang on the `on_…` hooks."""
+    """The processors of all machines. `pipeline` and others set the `on_…` hooks."""
 
     def __init__(self, world: World) -> None:
         scenario = world.scenario
@@ -34,9 +34,9 @@ class Processors:
     # -- what arrives
 
     def expect(self, peer: SimPeer, job: Job) -> None:
-        """A message is under way. Its arrival is an event only where it matters at once.
+        """A message is under way. Its arrival is scheduled as an event only if it has an immediate effect.
 
-        A busy processor finds it when it looks for its next job, and so does whoever looks at the queue (`receive`).
+        Otherwise `receive` finds it: when a busy processor needs its next job, or when the queue's length is asked for.
         """
         self._sequence += 1
         heapq.heappush(peer.incoming, (job.arrived_at, self._sequence, job))
@@ -47,7 +47,7 @@ class Processors:
             self._engine.at(job.arrived_at, self._arrives, peer)
 
     def receive(self, peer: SimPeer) -> None:
-        """Queue what has arrived since somebody looked last. To be called before the peer changes its state."""
+        """Queue what has arrived since the last call. To be called before the peer changes its state."""
         incoming, now = peer.incoming, self._engine.now
         while incoming and incoming[0][0] <= now:
             _, sequence, job = heapq.heappop(incoming)
@@ -55,7 +55,7 @@ class Processors:
                 peer.push(job, sequence, self._job_order)
 
     def refuse_in_time(self, peer: SimPeer) -> None:
-        """It stops serving, or may get more than it takes: the arrival of all that is under way matters at once."""
+        """The peer stops serving, or its queue may overflow: schedule the arrivals of all that is under way."""
         for arrives_at, _, _ in peer.incoming:
             self._engine.at(arrives_at, self._arrives, peer)
 
@@ -66,16 +66,18 @@ class Processors:
         if peer.jobs:
             self._meters.idle_ended(peer, peer.jobs[0][3], self._engine.now)
             self._compute_next(peer)
-        elif peer.incoming:  # what came was void
+        elif peer.incoming:  # all arrivals were void
             self._engine.at(peer.incoming[0][0], self._arrives, peer)
 
     def _takes(self, peer: SimPeer, job: Job) -> bool:
-        """Whether it is still wanted here, and the peer does not refuse it."""
+        """Whether the job is still wanted here; a peer that cannot take it refuses it."""
         microbatch, stage = job.microbatch, job.stage
         if microbatch.token[stage] != job.token or microbatch not in peer.held:
             return False  # sent elsewhere meanwhile
         if job.kind == BACKWARD:
-            return microbatch.route[stage + 1] is job.sender  # else it died, and somebody else was asked meanwhile
+            return (
+                microbatch.route[stage + 1] is job.sender
+            )  # else the sender died, and another peer was asked meanwhile
         if peer.state == "serving" and peer.num_forward < self._queue_limit:
             return True
         peer.held.pop(microbatch)
@@ -85,7 +87,7 @@ class Processors:
     # -- what is computed
 
     def enqueue(self, peer: SimPeer, job: Job) -> None:
-        """A job that is there now."""
+        """Queue a job that has arrived."""
         self._sequence += 1
         peer.push(job, self._sequence, self._job_order)
         if not peer.busy:
@@ -115,7 +117,7 @@ class Processors:
         engine.at(engine.now + seconds, self._computed, peer, job, share, engine.now, peer.incarnation)
 
     def _share(self, job: Job) -> float:
-        """Of a stage's work for a microbatch: backward is twice a forward; the last stage does both in one."""
+        """The job's fraction of a microbatch: a backward costs two forwards; the last stage does both in one job."""
         if job.stage == self._last or job.kind == REPLAY:
             return 1.0
         return 1.0 - FORWARD_SHARE if job.kind == BACKWARD else FORWARD_SHARE

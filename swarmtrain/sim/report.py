@@ -162,7 +162,7 @@ def _write_table(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> 
 
 
 def label(result: Result) -> str:
-    """How a run is called in a plot."""
+    """The name of a run in a plot."""
     scenario = result.scenario
     rule = scenario.rebalance
     if rule == "queue":

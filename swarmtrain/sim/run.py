@@ -18,7 +18,7 @@ from swarmtrain.sim.peer import SimPeer, draw_machines
 from swarmtrain.sim.pipeline import Pipeline
 from swarmtrain.sim.scenario import Scenario
 from swarmtrain.sim.steps import Steps
-from swarmtrain.sim.work_stealing import Sharing
+from swarmtrain.sim.work_stealing import WorkStealing
 from swarmtrain.sim.world import World
 
 BIN_S = 60.0
@@ -38,10 +38,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one run gave. Rates are microbatches per second; everything is measured after the warm-up."""
+    """Results of one run. Rates are microbatches per second; everything is measured after the warm-up."""
 
     scenario: Scenario
-    throughput: float  # by the work that was done; so what fills up or runs empty meanwhile does not count
+    throughput: float  # from compute that was done: filling or draining queues do not count
     bound: float
     assigned: float
     mean_delay_s: float
@@ -61,7 +61,7 @@ class Result:
         return self.throughput / self.bound if self.bound else 0.0
 
     def shares(self) -> dict[str, float]:
-        """What the machines' time was spent on; the shares add up to one."""
+        """How machines spent their time, as fractions that add up to one."""
         total = sum(self.seconds.values()) or 1.0
         return {cause: self.seconds[cause] / total for cause in CAUSES}
 
@@ -89,7 +89,7 @@ class Simulation:
         self._alive = alive
         self.pipeline = Pipeline(world)
         self.leases = leases = Leases(world, self.pipeline)
-        self.sharing = Sharing(world, self.pipeline)
+        self.work_stealing = WorkStealing(world, self.pipeline)
         self.steps = Steps(world, self.pipeline, leases, random.Random(f"steps {scenario.seed}"))
         moving = random.Random(f"membership {scenario.seed}")
         self.membership = Membership(world, self.pipeline, leases, self.steps, moving)
@@ -111,7 +111,7 @@ class Simulation:
         moment = self.meters.warmup_s
         self._run_until(moment)
         while moment < end - 1e-9:
-            # The middle of the interval stands for all of it.
+            # The interval's middle represents all of it.
             middle, moment = moment + 0.5 * interval, min(moment + interval, end)
             self._run_until(min(middle, moment))
             available, bound, capacity = self._look()
@@ -170,7 +170,7 @@ class Simulation:
 
 
 def simulate(scenario: Scenario, on_minute: Callable[[], None] | None = None) -> Result:
-    """Run one scenario. Nothing in it needs the cycle collector, which would walk over all machines again and again."""
+    """Run one scenario. Cycle collection is off: nothing needs it, and it would visit all machines each time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -187,7 +187,7 @@ def _machines(scenario: Scenario, rng: random.Random) -> tuple[list[SimPeer], li
         return peers, list(peers)
     num_machines = scenario.num_peers
     if scenario.churn == "exponential":
-        # So many that on average `num_peers` of them are present.
+        # As many as it takes for `num_peers` to be online on average.
         num_machines = round(scenario.num_peers * (1.0 + scenario.mean_absence_s / scenario.mean_life_s))
     elif scenario.churn == "trace":
         num_machines += sum(max(0, event.change) for event in scenario.trace)

@@ -15,7 +15,7 @@ REBALANCE_RULES = ("none", "queue", "capacity")
 CHURN_KINDS = ("none", "exponential", "trace")
 PLACEMENTS = ("even", "random")
 JOB_ORDERS = ("backward-first", "oldest-first", "fifo")
-_EVER_S, _MANY, _HUGE_BYTES = 1e10, 10**9, 1e15  # beyond them nothing changes but the arithmetic, which fails
+_EVER_S, _MANY, _HUGE_BYTES = 1e10, 10**9, 1e15  # larger values change nothing, except that arithmetic fails
 _RANGES: dict[str, tuple[float, float]] = {
     "seed": (-(2**63), 2**63),
     "speed_spread": (0.0, 10.0),
@@ -88,27 +88,30 @@ class Scenario:
     stage_costs: tuple[float, ...] = ()
     boundary_bytes: float = 2.7e6
     batch: int = 0  # microbatches per optimizer step; 0: no steps, an endless stream
-    # What every peer sends, and receives, when a step's gradient is reduced: for each stage, or one for all.
+    # What every peer sends, and receives, in a step's all-reduce: one value per stage, or one for all.
     gradient_bytes: tuple[float, ...] = ()
+    gradient_bytes_per_peer: tuple[float, ...] = ()  # on top, for each peer of the stage
     queue_limit: int = 64  # forward jobs a peer accepts before it says BUSY, as the daemons
-    job_order: str = "backward-first"  # of a peer's processor, as the daemons; or by microbatch, or as they come
-    num_asked: int = NUM_ASKED  # others of its stage whom a peer asks when it runs out of work; 0: it does not
-    window_maximum: int = 0  # microbatches under way at most; 0: see `window_limit`
+    job_order: str = (
+        "backward-first"  # of a peer's processor, as in the daemons; or by microbatch, or first in, first out
+    )
+    num_asked: int = NUM_ASKED  # work stealing: victims that a peer asks when it runs out of work; 0: off
+    window_maximum: int = 0  # limit of microbatches in flight; 0: see `window_limit`
 
     # Coming and going.
     churn: str = "exponential"
     mean_life_s: float = 7200.0
     mean_absence_s: float = 1800.0
     trace: tuple[ChurnEvent, ...] = ()
-    download_s: float = 90.0  # what a newcomer or a mover needs to fetch a stage's state
+    download_s: float = 90.0  # time in which a joining or moving peer fetches a stage's state
     detect_s: float = 6.0  # three missed heartbeats
 
     # Policies.
     routing: str = "finish-time"
     rebalance: str = "capacity"
     rebalance_period_s: float = 300.0  # of the queue rule
-    random_newcomers: int = 0  # 1: by the queue rule only those move who are there, newcomers go anywhere
-    fetch_first: int = 0  # 1: a mover serves its old stage until it has the new one's state; the daemons leave first
+    random_newcomers: int = 0  # 1: the queue rule moves only serving peers, newcomers choose a random stage
+    fetch_first: int = 0  # 1: a moving peer serves its old stage until it has the new state; daemons leave first
     rebalance_options: RebalanceOptions = field(default_factory=RebalanceOptions)
     directory_period_s: float = 20.0
     record_life_s: float = 50.0
@@ -121,15 +124,13 @@ class Scenario:
         """One relative cost per stage."""
         return self.stage_costs or (1.0,) * self.num_stages
 
-    def gradient_bytes_of(self, stage: int) -> float:
-        """Of one stage."""
-        if not self.gradient_bytes:
-            return 0.0
-        return self.gradient_bytes[stage if len(self.gradient_bytes) > 1 else 0]
+    def gradient_bytes_of(self, stage: int, num_peers: int) -> float:
+        """What a peer of one stage sends, and receives, less its own part, when so many reduce."""
+        return _of_stage(self.gradient_bytes, stage) + num_peers * _of_stage(self.gradient_bytes_per_peer, stage)
 
     @property
     def window_limit(self) -> int:
-        """Most microbatches under way at once: a whole step, or eight for every peer where there are no steps."""
+        """Limit of microbatches in flight: a whole step, or without steps eight per peer."""
         return self.window_maximum or self.batch or 8 * self.num_peers
 
     def with_(self, **changes: object) -> Scenario:
@@ -163,13 +164,19 @@ def _check(scenario: Scenario) -> None:
     for name, (low, high) in _REBALANCE_RANGES.items():
         value = getattr(scenario.rebalance_options, name)
         _require(low <= value <= high, f"rebalance.{name}", f"from {low:g} to {high:g}")
-    _require(len(scenario.gradient_bytes) in (0, 1, scenario.num_stages), "gradient_bytes", "one, or one per stage")
-    for num_bytes in scenario.gradient_bytes:
-        _require(0.0 <= num_bytes <= _HUGE_BYTES, "gradient_bytes", f"from 0 to {_HUGE_BYTES:g}")
+    for name in ("gradient_bytes", "gradient_bytes_per_peer"):
+        sizes: tuple[float, ...] = getattr(scenario, name)
+        _require(len(sizes) in (0, 1, scenario.num_stages), name, "one, or one per stage")
+        for num_bytes in sizes:
+            _require(0.0 <= num_bytes <= _HUGE_BYTES, name, f"from 0 to {_HUGE_BYTES:g}")
     for cost in scenario.costs:
         _require(1e-9 <= cost <= 1e9, "stage_costs", "from 1e-09 to 1e+09")
     for spec in scenario.layout or scenario.mix:
         _check_spec(spec, scenario.num_stages)
+
+
+def _of_stage(values: tuple[float, ...], stage: int) -> float:
+    return values[stage if len(values) > 1 else 0] if values else 0.0
 
 
 def _check_spec(spec: PeerSpec, num_stages: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +10,7 @@ from swarmtrain.model.workload import Workload
 from swarmtrain.route.rebalance import RebalanceOptions
 from swarmtrain.route.router import POLICIES
 from swarmtrain.sim.scenario import REBALANCE_RULES, Scenario
+from swarmtrain.units import parse_number
 
 NAMED_POLICIES = {
     "ours": "capacity+finish-time",
@@ -37,7 +37,7 @@ def with_policy(scenario: Scenario, text: str) -> Scenario:
     if period:
         if rule != "queue":
             raise UsageError(f"{text[:80]!r}: only the rule `queue` has a period")
-        changes["rebalance_period_s"] = _number(period, text)
+        changes["rebalance_period_s"] = parse_number(period, text)
     return scenario.with_(**changes)
 
 
@@ -66,7 +66,8 @@ def with_workload(scenario: Scenario, workload: Workload) -> Scenario:
         stage_costs=workload.costs,
         boundary_bytes=workload.boundary_bytes,
         batch=workload.batch,
-        gradient_bytes=tuple(workload.all_reduce_bytes(stage) for stage in range(num_stages)),
+        gradient_bytes=tuple(stage.reduced.whole for stage in workload.stages),
+        gradient_bytes_per_peer=tuple(stage.reduced.per_peer for stage in workload.stages),
     )
 
 
@@ -82,24 +83,14 @@ def _changed(target: Any, name: str, full_name: str, text: str) -> Any:
     old = getattr(target, name)
     value: Any
     if isinstance(old, tuple):
-        value = tuple(_number(part, full_name) for part in text.split(","))
+        value = tuple(parse_number(part, full_name) for part in text.split(","))
     elif isinstance(old, str):
         value = text
     elif isinstance(old, int):
         value = _whole(text, full_name)
     else:
-        value = _number(text, full_name)
+        value = parse_number(text, full_name)
     return replace(target, **{name: value})
-
-
-def _number(text: str, where: str) -> float:
-    try:
-        number = float(text)
-    except ValueError as error:
-        raise UsageError(f"{where[:80]}: {text[:40]!r} is not a number") from error
-    if not math.isfinite(number):
-        raise UsageError(f"{where[:80]}: {text[:40]!r} is not a number to calculate with")
-    return number
 
 
 def _whole(text: str, where: str) -> int:

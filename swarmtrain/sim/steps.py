@@ -1,4 +1,4 @@
-"""Optimizer steps: a barrier after each, and what was lost is computed again."""
+"""Optimizer steps: each ends with a barrier, and lost microbatches are replayed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarmtrain.sim.world import World
 
 
 class Steps:
-    """Opens steps, waits for all of their microbatches, reduces. Without `batch` leases never end."""
+    """Opens a step, waits for all of its microbatches, then for the all-reduce. Without `batch` leases never end."""
 
     def __init__(self, world: World, pipeline: Pipeline, leases: Leases, rng: random.Random) -> None:
         self._world = world
@@ -26,13 +26,13 @@ class Steps:
         pipeline.on_finished = self._finished
         pipeline.on_owner_lost = leases.owner_lost
         pipeline.on_forwarded = leases.forwarded
-        pipeline.on_lease_given = leases.given
+        pipeline.on_lease_stolen = leases.stolen
         pipeline.processors.on_replayed = self._settle_one
 
     def work_lost(self, peer: SimPeer) -> None:
-        """A peer died in mid-step: what it had accumulated is computed again, by others of its stage.
+        """A peer died during a step: other peers of its stage recompute what it had accumulated.
 
-        Once the reduction has begun, the others are taken to have it.
+        Once the all-reduce has begun, its share counts as delivered.
         """
         if not self._batch or self._in_barrier:
             return
@@ -42,7 +42,7 @@ class Steps:
             self._world.engine.after(self._world.scenario.detect_s, self._replay, peer.stage, num_lost)
 
     def may_leave(self) -> bool:
-        """Whether a drained peer owes nothing to the current step."""
+        """Whether a drained peer may leave now: not before the end of a step, which needs its gradient."""
         return not self._batch
 
     def _replay(self, stage: int, num_lost: int) -> None:
@@ -69,13 +69,15 @@ class Steps:
             self._world.engine.after(self._reduce_s(), self._applied)
 
     def _reduce_s(self) -> float:
-        """How long the barrier lasts: until the stage with the slowest link has reduced its gradient."""
+        """Duration of the barrier: the all-reduce of the stage with the slowest link."""
         scenario = self._world.scenario
         slowest: dict[int, list[float]] = {}
         for peer in self._world.peers:
             if peer.state in ("serving", "draining"):
                 slowest.setdefault(peer.stage, []).append(min(peer.up_rate, peer.down_rate))
-        seconds = (all_reduce_seconds(scenario.gradient_bytes_of(stage), rates) for stage, rates in slowest.items())
+        seconds = (
+            all_reduce_seconds(scenario.gradient_bytes_of(stage, len(rates)), rates) for stage, rates in slowest.items()
+        )
         return max(seconds, default=0.0) + 4.0 * scenario.backbone_latency_s
 
     def _applied(self) -> None:

@@ -1,10 +1,10 @@
-"""Simulated peers that run out of work and ask others of their stage (the rule: `route/work_stealing.py`)."""
+"""Work stealing: an idle peer steals from other peers of its stage (the policy is `route/work_stealing.py`)."""
 
 from __future__ import annotations
 
 import random
 
-from swarmtrain.route.router import SHARING_POLICIES
+from swarmtrain.route.router import STEALING_POLICIES
 from swarmtrain.route.work_stealing import StealPolicy, gives, is_held_up, is_line_bound
 from swarmtrain.sim.directory import stage_bytes
 from swarmtrain.sim.peer import SimPeer
@@ -12,8 +12,8 @@ from swarmtrain.sim.pipeline import Pipeline
 from swarmtrain.sim.world import World
 
 
-class Sharing:
-    """Listens to the processors; what is given away goes back to its caller, which sends it to the one that asked."""
+class WorkStealing:
+    """Called when a processor runs out of work. A stolen job goes back to its caller, which sends it to the thief."""
 
     def __init__(self, world: World, pipeline: Pipeline) -> None:
         scenario = world.scenario
@@ -21,10 +21,10 @@ class Sharing:
         self._pipeline = pipeline
         self._costs = scenario.costs
         self._bytes_out = [stage_bytes(scenario, stage)[1] for stage in range(scenario.num_stages)]
-        self._rng = random.Random(f"sharing {scenario.seed}")
+        self._rng = random.Random(f"sharing {scenario.seed}")  # the name is part of what a seed stands for
         self._num_asked = scenario.num_asked
         self._policies: dict[int, StealPolicy[SimPeer]] = {}
-        if self._num_asked and scenario.routing in SHARING_POLICIES:
+        if self._num_asked and scenario.routing in STEALING_POLICIES:
             pipeline.processors.on_running_out = self._runs_out
 
     def _runs_out(self, peer: SimPeer) -> None:
@@ -39,25 +39,25 @@ class Sharing:
             policy = self._policies[peer.number] = StealPolicy(self._rng, self._num_asked)
         round_trip_s = 2.0 * (2.0 * peer.latency_s + self._world.scenario.backbone_latency_s)
         asked_after_s = 0.5 * round_trip_s
-        # What each of them has to give is looked at now, and not when its turn comes: jobs last much longer than that.
+        # All victims are examined now, not when the request would reach them: jobs last much longer than that.
         for other in policy.whom_to_ask(self._world.directory.serving[peer.stage], now):
-            if self._gives(other, peer) and self._pipeline.give_away(other, peer, asked_after_s):
-                policy.gave(other)
+            if self._can_steal_from(other, peer) and self._pipeline.steal(other, peer, asked_after_s):
+                policy.stole(other)
                 return
             asked_after_s += round_trip_s
         if asked_after_s > round_trip_s:
-            policy.nobody_gave()
+            policy.failed()
 
-    def _gives(self, giver: SimPeer, peer: SimPeer) -> bool:
-        incoming = giver.incoming
+    def _can_steal_from(self, victim: SimPeer, peer: SimPeer) -> bool:
+        incoming = victim.incoming
         if incoming and incoming[0][0] <= self._world.engine.now:
-            self._pipeline.processors.receive(giver)
-        if not giver.num_spare or giver is peer or giver.state != "serving" or giver.stage != peer.stage:
+            self._pipeline.processors.receive(victim)
+        if not victim.num_stealable or victim is peer or victim.state != "serving" or victim.stage != peer.stage:
             return False
         cost = self._costs[peer.stage]
         return gives(
-            waiting_s=giver.queue_s(cost),
-            load_s=giver.load_s(cost),
+            waiting_s=victim.queue_s(cost),
+            load_s=victim.load_s(cost),
             asker_load_s=peer.load_s(cost),
             asker_service_s=cost / peer.speed,
         )

@@ -1,4 +1,4 @@
-"""What all parts of a simulation share."""
+"""The context that all parts of a simulation share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarmtrain.sim.scenario import Scenario
 
 @dataclass
 class World:
-    """The clock, the machines, what they know of one another, and what is counted."""
+    """The event queue, the machines, the directory, and the counters."""
 
     scenario: Scenario
     engine: Engine

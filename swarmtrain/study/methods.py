@@ -51,7 +51,7 @@ class Method:
     match_parameters: bool
     forward: str
     backward: str
-    critical_every: int  # one of so many steps has critical messages
+    critical_every: int  # one in this number of steps has critical messages
 
     @property
     def file_name(self) -> str:
@@ -99,7 +99,7 @@ def parse_method(text: str) -> Method:
     head, plus, tail = (scheduled[1] if scheduled else name).partition("+")
     kind = _KIND.fullmatch(head)
     if kind is None and plus:
-        raise UsageError(f"method {text!r}: {head!r} is no boundary kind", fix=_ALLOWED)
+        raise UsageError(f"method {text!r}: {head!r} is not a boundary kind", fix=_ALLOWED)
     codec = tail if kind is not None else head
     if plus and not tail:
         raise UsageError(f"method {text!r}: a codec is missing after +", fix=_ALLOWED)

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from swarmtrain.wire.errors import OutOfRange, TooLong, WrongType
-from swarmtrain.wire.limits import BLOB_ALIGNMENT, AllowNonFinite, MaxLength, Range
+from swarmtrain.wire.limits import BLOB_ALIGNMENT, AllowNonFinite, Lengths, MaxLength, Range
 from swarmtrain.wire.reader import FieldCodec, Reader
 
 MAX_ITEM_HEADER = 5  # bytes of the longest msgpack prefix of a str, bytes, array or map
@@ -94,7 +94,9 @@ def str_codec(marks: Mapping[type, Any], path: str) -> FieldCodec:
 
 
 def bytes_codec(marks: Mapping[type, Any], path: str) -> FieldCodec:
-    """At most MaxLength bytes, within the header."""
+    """At most MaxLength bytes, or one of the allowed Lengths, within the header."""
+    if Lengths in marks:
+        return _bytes_of_length(marks[Lengths].allowed, path)
     limit = length_limit(marks, path)
 
     def check(value: Any, blobs: object = None) -> bytes:
@@ -106,6 +108,20 @@ def bytes_codec(marks: Mapping[type, Any], path: str) -> FieldCodec:
 
     max_bytes = MAX_ITEM_HEADER + limit
     return FieldCodec(check, lambda reader: check(reader.next()), max_bytes, 0, "bytes")
+
+
+def _bytes_of_length(allowed: tuple[int, ...], path: str) -> FieldCodec:
+    if not allowed or min(allowed) < 0:
+        raise TypeError(f"{path}: Lengths{allowed} allows nothing")
+
+    def check(value: Any, blobs: object = None) -> bytes:
+        if type(value) is not bytes:
+            raise WrongType(f"{path}: {type(value).__name__} is not bytes")
+        if len(value) not in allowed:
+            raise OutOfRange(f"{path}: {len(value)} bytes, not {' or '.join(map(str, allowed))}")
+        return value
+
+    return FieldCodec(check, lambda reader: check(reader.next()), MAX_ITEM_HEADER + max(allowed), 0, "bytes")
 
 
 def blob_codec(path: str, limit: int) -> FieldCodec:

@@ -9,6 +9,9 @@ A message on the wire ("body") is: length of the header (4 bytes, little endian)
 the msgpack array [kind, protocol version, fingerprint of the field names and types, [field values]]; a blob's value in
 it is its length. Each blob starts at a multiple of 16 bytes, the gaps are zero. A message that decodes is one that
 could have been encoded.
+
+Where kind and version stand elsewhere, the array of field values is the whole form: `pack_fields`, `unpack_fields`. So
+the directory's messages and records stay small, and can be read across versions of the step protocol.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from swarmtrain.wire.errors import (
     WrongVersion,
 )
 from swarmtrain.wire.fields import compile_record
-from swarmtrain.wire.limits import AllowNonFinite, Blob, MaxLength, Priority, Range
+from swarmtrain.wire.limits import AllowNonFinite, Blob, Lengths, MaxLength, Priority, Range
 from swarmtrain.wire.reader import BlobListReader, FieldCodec, Reader, aligned
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "AllowNonFinite",
     "Blob",
     "EncodedMessage",
+    "Lengths",
     "MaxLength",
     "Message",
     "MessageCodec",
@@ -50,6 +54,8 @@ __all__ = [
     "WireError",
     "encode",
     "message",
+    "pack_fields",
+    "unpack_fields",
 ]
 
 PROTOCOL_VERSION = 3  # heartbeats, work stealing and all-reduce have these names since then
@@ -124,11 +130,7 @@ def encode(item: Message) -> EncodedMessage:
     codec: MessageCodec = item.wire
     blobs: list[memoryview] = []
     values = codec.record.pack(item, blobs)
-    try:
-        # A small buffer: the default of 256 KiB costs more than packing a small message.
-        header: bytes = msgpack.Packer(buf_size=512).pack([codec.kind, PROTOCOL_VERSION, codec.fingerprint, values])
-    except (ValueError, TypeError, OverflowError) as error:  # a lone surrogate in a str, for instance
-        raise WrongType(f"{codec.kind}: {error}") from error
+    header = _packed([codec.kind, PROTOCOL_VERSION, codec.fingerprint, values], codec.kind)
     buffers = [memoryview(_HEADER_LENGTH.pack(len(header)) + header)]
     offset = len(buffers[0])
     for blob in blobs:
@@ -139,6 +141,30 @@ def encode(item: Message) -> EncodedMessage:
             buffers.append(blob)
         offset = start + len(blob)
     return EncodedMessage(codec.kind, codec.priority, tuple(buffers), tuple(blobs), offset)
+
+
+def pack_fields(item: Message) -> bytes:
+    """Nothing but the field values of `item`, which has no blobs. WireError if a field breaks its own limits."""
+    blobs: list[memoryview] = []
+    values = item.wire.record.pack(item, blobs)
+    if blobs:
+        raise TypeError(f"{item.wire.kind} has blobs: it cannot be packed without its header")
+    return _packed(values, item.wire.kind)
+
+
+def unpack_fields(cls: type[M], packed: bytes | memoryview) -> M:
+    """The message of this class in what `pack_fields` made. Raises WireError and nothing else, whatever the bytes."""
+    codec = cls.wire
+    if len(packed) > codec.record.max_bytes:
+        raise TooLong(f"{codec.kind}: {len(packed)} bytes, at most {codec.record.max_bytes}")
+    unpacker = _unpacker(memoryview(packed))
+    try:
+        item: M = codec.record.unpack(Reader(unpacker, memoryview(b""), 0))
+    except (ValueError, msgpack.UnpackException) as error:
+        raise _as_wire_error(error) from error
+    if unpacker.tell() != len(packed):
+        raise ExtraBytes(f"{codec.kind}: {len(packed) - unpacker.tell()} bytes after the last field")
+    return item
 
 
 class Registry:
@@ -179,22 +205,18 @@ class Registry:
             raise TruncatedMessage(f"header of {header_bytes} bytes announced, {len(view) - 4} present")
         try:
             return self._decode(view, header_bytes)
-        except WireError:
-            raise
-        except msgpack.OutOfData as error:
-            raise TruncatedMessage("the header ends inside a field") from error
         except (ValueError, msgpack.UnpackException) as error:
-            raise MalformedMessage(f"not a msgpack item of the right type: {str(error) or 'bad format'}") from error
+            raise _as_wire_error(error) from error
 
     def loop_back(self, encoded: EncodedMessage) -> Message:
         """What the other end would decode, without copying the blobs: for calls to oneself."""
         header = encoded.buffers[0][_HEADER_LENGTH.size :]
-        unpacker = _header_unpacker(header)
+        unpacker = _unpacker(header)
         return self._read(unpacker, BlobListReader(unpacker, encoded.blobs), len(header), encoded.num_bytes)
 
     def _decode(self, view: memoryview, header_bytes: int) -> tuple[Message, int]:
         start = _HEADER_LENGTH.size
-        unpacker = _header_unpacker(view[start : start + header_bytes])
+        unpacker = _unpacker(view[start : start + header_bytes])
         reader = Reader(unpacker, view, start + header_bytes)
         item = self._read(unpacker, reader, header_bytes, len(view))
         reader.check_all_taken()
@@ -213,7 +235,23 @@ class Registry:
         return item
 
 
-def _header_unpacker(header: memoryview) -> msgpack.Unpacker:
+def _packed(values: object, kind: str) -> bytes:
+    try:
+        # A small buffer: the default of 256 KiB costs more than packing a small message.
+        packed: bytes = msgpack.Packer(buf_size=512).pack(values)
+    except (ValueError, TypeError, OverflowError) as error:  # a lone surrogate in a str, for instance
+        raise WrongType(f"{kind}: {error}") from error
+    return packed
+
+
+def _as_wire_error(error: Exception) -> WireError:
+    """What msgpack says of damaged bytes, in our words."""
+    if isinstance(error, msgpack.OutOfData):
+        return TruncatedMessage("the bytes end inside a field")
+    return MalformedMessage(f"not a msgpack item of the right type: {str(error) or 'bad format'}")
+
+
+def _unpacker(header: memoryview) -> msgpack.Unpacker:
     # Items read one by one are scalars: containers have their own calls, so none may come as an item.
     unpacker = msgpack.Unpacker(
         max_buffer_size=max(1, len(header)), max_array_len=0, max_map_len=0, max_ext_len=0, strict_map_key=True

@@ -43,9 +43,13 @@ def flaw_of(raw: bytes, topic: str = "topic", **options: Any) -> Flaw:
 
 def repacked(**changes: Any) -> bytes:
     """The good record with some of its fields replaced, its signature kept."""
-    names = ["version", "run_id", "topic", "peer_id", "expires_at", "value", "signature", "countersignature"]
-    fields = dict(zip(names, msgpack.unpackb(RAW, raw=False), strict=True))
-    raw: bytes = msgpack.packb(list({**fields, **changes}.values()), use_bin_type=True)
+    version, statement, signature, countersignature = msgpack.unpackb(RAW, raw=False)
+    names = ["run_id", "topic", "peer_id", "expires_at", "value"]
+    stated = dict(zip(names, statement, strict=True))
+    others = {"version": version, "signature": signature, "countersignature": countersignature}
+    assert changes.keys() <= stated.keys() | others.keys()
+    stated, others = ({**fields, **{k: v for k, v in changes.items() if k in fields}} for fields in (stated, others))
+    raw: bytes = msgpack.packb([others.pop("version"), list(stated.values()), *others.values()], use_bin_type=True)
     return raw
 
 
@@ -67,7 +71,8 @@ def test_a_good_record_is_read_as_it_was_made() -> None:
         ({"peer_id": b"\x12\x20" + bytes(32)}, Flaw.FORGED),
         ({"run_id": "other"}, Flaw.MISPLACED),
         ({"topic": "other"}, Flaw.MISPLACED),
-        ({"version": 2}, Flaw.MALFORMED),
+        ({"version": 1}, Flaw.MALFORMED),
+        ({"version": 3}, Flaw.MALFORMED),
         ({"peer_id": b""}, Flaw.MALFORMED),
         ({"peer_id": "text"}, Flaw.MALFORMED),
         ({"expires_at": math.nan}, Flaw.MALFORMED),
@@ -120,10 +125,10 @@ def test_a_topic_can_ask_for_the_runs_countersignature() -> None:
         assert caught.value.flaw is Flaw.NOT_COUNTERSIGNED
     # the countersignature of one owner's record cannot be used for another's
     thief = Identity.generate()
-    stolen = msgpack.unpackb(good)[7]
+    stolen = msgpack.unpackb(good)[3]
     theirs = msgpack.unpackb(make_record(thief, "run", "topic", b"", NOW + 30.0))
     with pytest.raises(FlawedRecord):
-        checker(topic=rule).check(msgpack.packb([*theirs[:7], stolen]), "topic")
+        checker(topic=rule).check(msgpack.packb([*theirs[:3], stolen]), "topic")
 
 
 def test_a_topic_can_have_a_check_of_its_own() -> None:

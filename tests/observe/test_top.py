@@ -171,7 +171,7 @@ def test_pages_that_are_not_there_are_one_clear_line(page: str) -> None:
     for url, code, said in (
         ("http://127.0.0.1:9/", 3, "ST-PAGE: no answer from http://127.0.0.1:9"),
         (page + "nothing", 3, "ST-PAGE: no answer"),
-        ("example.org", 2, "ST-USAGE: 'example.org' is no address of a page"),
+        ("example.org", 2, "ST-USAGE: 'example.org' is not the address of a page"),
     ):
         done = swarmtrain("top", url)
         assert (done.returncode, done.stderr.count("\n")) == (code, 1)

@@ -81,7 +81,7 @@ def test_a_quiet_equal_swarm_comes_close_to_the_bound_and_never_above() -> None:
     result = simulate(QUIET.with_(num_peers=24, minutes=40.0))
     assert result.bound == pytest.approx(24 * 0.2 / 3)
     assert 0.93 <= result.efficiency <= 1.01
-    assert set(result.events) <= {"reroutes: busy", "all busy", "nobody to ask", "given to others of the stage"}
+    assert set(result.events) <= {"reroutes: busy", "all busy", "nobody to ask", "stolen"}
 
 
 def test_one_machine_per_stage_without_choice_runs_at_the_slowest_stage() -> None:
@@ -99,14 +99,14 @@ def test_bytes_on_the_wire_are_two_boundary_tensors_per_boundary_when_nothing_go
     assert result.bytes_per_microbatch == pytest.approx(2 * 2 * SMALL.boundary_bytes, rel=0.03)
 
 
-def test_what_is_given_away_crosses_its_boundary_once_more() -> None:
+def test_stolen_work_crosses_its_boundary_once_more() -> None:
     result = simulate(QUIET.with_(queue_limit=1000))
-    num_given, num_finished = result.events["given to others of the stage"], sum(s.finished for s in result.samples)
-    assert num_given > 100
-    # Leases are given away as well, and weigh nothing.
+    num_stolen, num_finished = result.events["stolen"], sum(s.finished for s in result.samples)
+    assert num_stolen > 100
+    # Leases are stolen as well, and weigh nothing.
     extra = result.bytes_per_microbatch / SMALL.boundary_bytes - 2 * 2
     tolerance = 0.03 * 2 * 2  # what is under way when the counting begins and ends, as above
-    assert 0.5 * num_given / num_finished < extra < num_given / num_finished + tolerance
+    assert 0.5 * num_stolen / num_finished < extra < num_stolen / num_finished + tolerance
 
 
 def test_a_slow_uplink_limits_its_machine_as_the_bound_says() -> None:
@@ -182,11 +182,11 @@ def test_after_a_storm_every_microbatch_finished_once_or_is_still_held(seed: int
     leases = simulation.leases
     pending = list(simulation.engine.pending())
     on_the_way = {arguments[0].number for call, arguments in pending if call == leases._arrives}
-    # Of a machine that has just died nobody knows yet: its leases are given again after some missed heartbeats.
+    # No caller knows yet of a machine that has just died: its leases are given again after some missed heartbeats.
     on_the_way |= {arguments[0].number for call, arguments in pending if call == simulation.pipeline._recover}
-    given = {arguments[0].microbatch.number for call, arguments in pending if call == simulation.pipeline._given}
+    sent_on = {arguments[0].microbatch.number for call, arguments in pending if call == simulation.pipeline._redirect}
     homeless = {microbatch.number for microbatch in leases.homeless}
-    assert set(range(1, leases.num_given + 1)) == set(counts) | owned | on_the_way | given | homeless
+    assert set(range(1, leases.num_given + 1)) == set(counts) | owned | on_the_way | sent_on | homeless
     # And those that are still held are young: nobody waits for something that will never come.
     oldest = min(m.started_at for peer in simulation.peers for m in peer.held)
     assert oldest > STORM[-1].time_s
@@ -263,9 +263,9 @@ def test_asking_for_work_keeps_a_deep_pipeline_busier() -> None:
     )
     asking, silent = simulate(base), simulate(base.with_(num_asked=0))
     published = simulate(base.with_(routing="swarm-latency", minutes=16.0))
-    assert "given to others of the stage" not in published.events
-    assert asking.events["given to others of the stage"] > 500
-    assert "given to others of the stage" not in silent.events
+    assert "stolen" not in published.events
+    assert asking.events["stolen"] > 500
+    assert "stolen" not in silent.events
     assert asking.assigned == silent.assigned  # moves do not look at queues
     assert asking.efficiency > silent.efficiency + 0.01
     assert asking.shares()["no work"] < silent.shares()["no work"]

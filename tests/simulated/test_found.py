@@ -131,7 +131,7 @@ def test_a_peer_between_two_stages_hears_that_the_run_is_complete(simulated: Mak
     assert not swarm.is_over
     target = (peer.stage + 1) % 3
     coordinator.daemon.moves._moving[peer.peer_id] = (target, swarm.now + 120.0)
-    peer.process.call_soon(lambda: peer.daemon._move(target))
+    peer.process.call_soon(lambda: peer.daemon.departure.move(target))
     assert_reference(swarm, references)  # which waits until all daemons have ended
     assert peer.has("phase_reached", phase="draining", detail=f"moves to stage {target}")
     assert peer.has("phase_reached", phase="gone", detail="the run is complete")
@@ -151,7 +151,7 @@ def test_work_that_waits_for_another_stage_when_its_peer_moves_is_refused(
     former = mover.daemon.assignment
     for peer in last:
         peer.process.stop()
-    mover.process.call_soon(lambda: mover.daemon._move(0))
+    mover.process.call_soon(lambda: mover.daemon.departure.move(0))
     swarm.until(lambda: mover.daemon.assignment not in (None, former), "it has another assignment")
     for peer in last:
         peer.process.resume()

@@ -55,7 +55,7 @@ def test_who_gives_and_who_takes_may_die_of_it(
     simulated: Make, references: References, point: str, action: str, stage: int
 ) -> None:
     """One when it has taken work out of its queue and nobody knows, the other with what was just given to it."""
-    swarm = simulated(tiny(*TWO_STAGES, *(("schedule.steps=14",) if action == "stop" else ())))
+    swarm = simulated(tiny(*TWO_STAGES, "schedule.steps=14"))
     swarm.start_coordinator(min_peers=4)
     swarm.start_peer("other", 1 - stage)
     peers = [start_slow(swarm, f"peer{index}", stage, f"{point}:1:{action}") for index in range(2)]

@@ -29,6 +29,7 @@ from swarmtrain.wire.errors import (
 from swarmtrain.wire.schema import (
     PROTOCOL_VERSION,
     Blob,
+    Lengths,
     MaxLength,
     Message,
     Priority,
@@ -36,6 +37,8 @@ from swarmtrain.wire.schema import (
     Registry,
     encode,
     message,
+    pack_fields,
+    unpack_fields,
 )
 
 from .samples import EXAMPLE, REGISTRY, Everything, Hop, Nothing, One, everythings
@@ -391,3 +394,62 @@ def test_truncated_and_malformed_are_told_apart() -> None:
         REGISTRY.decode(struct.pack("<I", 100) + b"\x94")
     with pytest.raises(MalformedMessage):
         REGISTRY.decode(struct.pack("<I", 1) + b"\xc1")
+
+
+@message(kind="note", priority=Priority.CONTROL)
+class Note(Message):
+    number: Annotated[int, Range(0, 9)]
+    signature: Annotated[bytes, Lengths((0, 4))]
+
+
+@pytest.mark.parametrize("note", [Note(0, b""), Note(9, b"sign")])
+def test_fields_alone_are_a_small_form_without_kind_and_version(note: Note) -> None:
+    packed = pack_fields(note)
+    assert packed == msgpack.packb([note.number, note.signature])
+    assert unpack_fields(Note, packed) == note
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ([10, b""], OutOfRange),
+        ([1, b"sig"], OutOfRange),
+        ([1, "sign"], WrongType),
+        ([1], MissingField),
+        ([1, b"", 2], UnknownField),
+        ({1: b""}, MalformedMessage),
+        ([1, bytes(100)], TooLong),
+    ],
+)
+def test_fields_alone_are_checked_as_in_a_message(values: object, error: type[WireError]) -> None:
+    with pytest.raises(error):
+        unpack_fields(Note, msgpack.packb(values))
+
+
+def test_a_count_that_is_only_claimed_allocates_nothing() -> None:
+    @message(kind="many", priority=Priority.CONTROL)
+    class Many(Message):
+        numbers: Annotated[tuple[Annotated[int, Range(0, 9)], ...], MaxLength(2**30)]
+
+    tracemalloc.start()
+    try:
+        for claimed in (b"\x91\xdd\x3f\xff\xff\xff", b"\x91\xdd\x3f\xff\xff\xff\x01"):
+            with pytest.raises(TruncatedMessage):
+                unpack_fields(Many, claimed)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_lengths_that_a_field_is_made_with_are_checked_too() -> None:
+    with pytest.raises(OutOfRange):
+        pack_fields(Note(1, b"abc"))
+
+
+def test_a_message_with_blobs_has_no_form_without_header() -> None:
+    @message(kind="blobs", priority=Priority.CONTROL)
+    class Blobs(Message):
+        data: Annotated[Blob, MaxLength(9)]
+
+    with pytest.raises(TypeError):
+        pack_fields(Blobs(b"x"))
