@@ -2,7 +2,7 @@
 
 All sequences of a run are numbered in one row: step by step, microbatch by microbatch. Number n is position n mod W of
 epoch n div W, where W is the number of training windows, and each epoch visits the windows in a shuffle of its own. So
-within an epoch no window comes twice and none is left out, and nobody needs to remember what was used.
+within an epoch no window comes twice and none is left out, and no state is needed to know what was used.
 """
 
 from __future__ import annotations

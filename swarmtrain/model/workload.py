@@ -1,4 +1,4 @@
-"""What a manifest asks of its machines: arithmetic, bytes and memory per stage. The simulator and `plan` share it."""
+"""The demands of a manifest: arithmetic, bytes and memory per stage. Used by the simulator and by `plan`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from swarmtrain.run.manifest import Manifest
 
 FP32 = 4
 BACKWARD_FACTOR = 2.0  # a backward pass multiplies twice as much as a forward pass
-KEPT_MICROBATCHES = 2  # activations of so many must fit beside the state, as the daemon demands it
-SHARE_BYTES = 12  # per parameter, while a gradient is reduced: a copy of the sum and the result
+KEPT_MICROBATCHES = 2  # activations of this many must fit beside the state, as in the daemon's own check
+SHARE_BYTES = 12  # per parameter, during an all-reduce: a copy of the sum and the result
 PROCESS_BYTES = 400 << 20
 
 
@@ -49,10 +49,10 @@ class Workload:
         return tuple(stage.tflop / self.mean_tflop for stage in self.stages)
 
     def all_reduce_bytes(self, stage: int) -> float:
-        """What one peer sends, and about as much receives, when its stage's gradient is reduced: fp64 out, fp32 back.
+        """Bytes that one peer sends, and about as many receives, in its stage's all-reduce: fp64 out, fp32 back.
 
-        Every peer sends its share of the others' pieces (8 bytes a number) and the sum of its own piece to all
-        (4 bytes a number): 12 bytes per parameter, less the part it owns itself.
+        Reduce-scatter sends the shares of the other peers' pieces (8 bytes a number), all-gather the sums of the peer's
+        own pieces to all (4 bytes a number): 12 bytes per parameter, less the part it owns itself.
         """
         return 12.0 * self.stages[stage].num_parameters
 

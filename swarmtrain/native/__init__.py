@@ -84,7 +84,7 @@ class Native:
     def pack(self, numbers: Doubles, step: float, width: int, packed: Codes) -> int:
         """Fill `packed` with `width` bytes per number; returns how many bytes the largest number needs.
 
-        0 if one is no whole number of steps. What is in `packed` counts only if it is between 1 and `width`.
+        0 if one is not a whole number of steps. What is in `packed` counts only if it is between 1 and `width`.
         """
         return int(self._pack(numbers.ctypes.data, numbers.size, 1.0 / step, width, packed.ctypes.data))
 

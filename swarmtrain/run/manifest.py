@@ -84,7 +84,7 @@ class ReduceSection:
     """How the replicas of a stage add up their gradients."""
 
     codec: str = key("none, bf16, int8, topk64 or powersgd32", default="none", pattern=r"[a-z0-9]{1,16}")
-    selective: bool = key("compress only in stages whose reduction would end last", default=False)
+    selective: bool = key("compress only in stages whose all-reduce would end last", default=False)
 
 
 @dataclass(frozen=True)
