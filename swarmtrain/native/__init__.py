@@ -43,7 +43,7 @@ class Added(IntEnum):
     """How an addition of shares went."""
 
     EXACT = 0
-    OFF_GRID = 1  # a double was no whole number of steps: the total means nothing
+    OFF_GRID = 1  # a double was not a multiple of the step: the total is meaningless
     OVER = 2  # a sum has left the exact range
 
 

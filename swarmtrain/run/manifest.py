@@ -25,7 +25,7 @@ _CODEC = r"[a-z0-9][a-z0-9+:=,.\-]{0,63}"
 
 @dataclass(frozen=True)
 class RunSection:
-    """Who the run is."""
+    """The identity of the run."""
 
     name: str = key("the run's name, part of its identity", pattern=r"[a-z0-9][a-z0-9._-]{0,47}")
     seed: int = key("every initial tensor and every batch follows from it", default=0, low=0, high=2**63 - 1)
