@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+
+from swarmtrain.chain.rebalancing import MoveRules
+from swarmtrain.wire.field_types import Addresses, Incarnation, Step, Term
+from swarmtrain.wire.schema import Message, Priority, message
 
 
 @dataclass(frozen=True, order=True)
 class Claim:
-    """A coordinator's, the greatest of which counts.
+    """The greatest of several claims counts.
 
     That is the highest term. Two can have the same one if a copy of the journal took over and the original came back:
     then the one that has got further counts, which is the one that peers have worked for. The peer id decides the rest,
@@ -20,16 +23,18 @@ class Claim:
     peer_id: str
     life: str = ""  # of the process: drawn when it starts
 
-    @classmethod
-    def read(cls, peer_id: str, value: Any) -> Claim | None:
-        """What the value of a record claims; None for a value that is no coordinator's."""
-        if not isinstance(value, dict):
-            return None
-        term, step, life = value.get("t"), value.get("s", 0), value.get("l", "")
-        if not isinstance(term, int) or not isinstance(step, int) or not isinstance(life, str):
-            return None
-        return cls(term, step, peer_id, life)
 
-    def as_value(self) -> dict[str, int | str]:
-        """For a record, whose owner is known."""
-        return {"t": self.term, "s": self.step, "l": self.life}
+@message(kind="coordinator", priority=Priority.CONTROL)
+class CoordinatorRecord(Message):
+    """What a coordinator publishes under COORDINATOR_TOPIC, countersigned by the run's key."""
+
+    term: Term
+    step: Step = 0
+    life: Incarnation = ""
+    addresses: Addresses = ()
+    rules: MoveRules = field(default_factory=MoveRules)
+    is_over: bool = False  # the run is complete, and its coordinator may be gone
+
+    def claim(self, peer_id: str) -> Claim:
+        """What the owner of this record claims."""
+        return Claim(self.term, self.step, peer_id, self.life)

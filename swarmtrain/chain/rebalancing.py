@@ -6,29 +6,39 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import StrEnum
+from typing import Annotated
 
-from swarmtrain.chain.neighbours import PeerRecord
 from swarmtrain.model.workload import workload_of
 from swarmtrain.route.moves import Intent
-from swarmtrain.route.rebalance import Member, RebalanceOptions
+from swarmtrain.route.rebalance import PeerCapacity, RebalanceOptions
 from swarmtrain.route.views import narrower
 from swarmtrain.run.manifest import Manifest
+from swarmtrain.wire.field_types import StageIndex
+from swarmtrain.wire.peer_report import PeerReport
+from swarmtrain.wire.records import parse_record
+from swarmtrain.wire.schema import Message, Priority, Range, message
 
 INTENT_TOPIC = "moves"
-RULES = ("capacity", "none")
 UNKNOWN_SPEED = 0.0
+
+
+class RebalanceRule(StrEnum):
+    """How peers plan moves."""
+
+    CAPACITY = "capacity"
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRules:
     """How a run rebalances. The coordinator announces it with its own record, so all peers plan alike."""
 
-    rule: str = "capacity"
-    min_gain: float = 0.15
-    min_left: int = 2
-    min_stay_s: float = 60.0
-    look_s: float = 20.0  # how often a peer looks at the directory; its second look follows after a part of it
+    rule: RebalanceRule = RebalanceRule.CAPACITY
+    min_gain: Annotated[float, Range(0.0, 1e6)] = 0.15
+    min_left: Annotated[int, Range(0, 10**6)] = 2
+    min_stay_s: Annotated[float, Range(0.0, 1e6)] = 60.0
+    look_s: Annotated[float, Range(0.1, 1e6)] = 20.0  # how often a peer reads the directory; it looks twice
 
     def options(self) -> RebalanceOptions:
         """For the plan."""
@@ -38,21 +48,6 @@ class MoveRules:
     def second_look_s(self) -> tuple[float, float]:
         """Least and most time between the two looks."""
         return 0.25 * self.look_s, 0.5 * self.look_s
-
-    def as_value(self) -> list[Any]:
-        """For a directory record."""
-        return [self.rule, self.min_gain, self.min_left, self.min_stay_s, self.look_s]
-
-    @classmethod
-    def from_value(cls, value: object) -> MoveRules | None:
-        """None for anything that is not of this form."""
-        if not isinstance(value, list | tuple) or len(value) != 5:
-            return None
-        rule, min_gain, min_left, min_stay_s, look_s = value
-        numbers = (min_gain, min_left, min_stay_s, look_s)
-        if rule not in RULES or not all(isinstance(n, int | float) and 0 <= n < 1e6 for n in numbers):
-            return None
-        return cls(rule, float(min_gain), int(min_left), float(min_stay_s), max(0.1, float(look_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +76,7 @@ class Costs:
         return bytes_per_s / num_bytes if num_bytes and 0.0 < bytes_per_s < math.inf else math.inf
 
 
-def with_known_speeds(members: Iterable[Member]) -> list[Member]:
+def with_known_speeds(members: Iterable[PeerCapacity]) -> list[PeerCapacity]:
     """A peer that has not computed yet is taken to be as fast as the others usually are."""
     members = list(members)
     known = [member.speed for member in members if member.speed > UNKNOWN_SPEED]
@@ -89,38 +84,45 @@ def with_known_speeds(members: Iterable[Member]) -> list[Member]:
     return [member if member.speed > UNKNOWN_SPEED else replace(member, speed=usual) for member in members]
 
 
-def members_of(records: Sequence[Mapping[str, PeerRecord]], costs: Costs, now: float) -> list[Member]:
-    """The peers of all stages, from the records under each stage's topic; the newer assignment of a peer wins."""
-    newest: dict[str, tuple[int, Member]] = {}
-    for stage, found in enumerate(records):
-        for peer_id, record in found.items():
+def members_of(reports: Sequence[Mapping[str, PeerReport]], costs: Costs, now: float) -> list[PeerCapacity]:
+    """The peers of all stages, from the reports under each stage's topic; the newer assignment of a peer wins."""
+    newest: dict[str, tuple[int, PeerCapacity]] = {}
+    for stage, found in enumerate(reports):
+        for peer_id, report in found.items():
             known = newest.get(peer_id)
-            if known is not None and known[0] >= record.assignment:
+            if known is not None and known[0] >= report.assignment:
                 continue
-            member = Member(
+            member = PeerCapacity(
                 peer_id=peer_id,
                 stage=stage,
-                speed=costs.speed(stage, record.forward_ms, record.backward_ms),
-                link_rate=costs.link_rate(narrower(record.up_bytes_per_s, record.down_bytes_per_s)),
-                state=record.state,
-                pinned=record.pinned,
-                since=now - record.served_s,
-                last_download_s=record.download_s,
+                speed=costs.speed(stage, report.forward_ms, report.backward_ms),
+                link_rate=costs.link_rate(narrower(report.up_bytes_per_s, report.down_bytes_per_s)),
+                state=report.state,
+                pinned=report.pinned,
+                since=now - report.served_s,
+                last_download_s=report.download_s,
             )
-            newest[peer_id] = (record.assignment, member)
+            newest[peer_id] = (report.assignment, member)
     return with_known_speeds(member for _, member in newest.values())
 
 
-def intent_value(intent: Intent) -> dict[str, Any]:
-    """An intent as a directory record."""
-    return {"f": intent.source, "t": intent.target, "g": min(intent.gain, 1e9)}
+@message(kind="move_intent", priority=Priority.CONTROL)
+class MoveIntent(Message):
+    """Under INTENT_TOPIC: a peer intends to move from `source` to `target`. Both the same: it does not any more."""
+
+    source: StageIndex
+    target: StageIndex
+    gain: Annotated[float, Range(0.0, 1e9)] = 0.0  # relative, of the run's throughput
+
+    @classmethod
+    def of(cls, intent: Intent) -> MoveIntent:
+        """For publishing."""
+        return cls(intent.source, intent.target, min(intent.gain, 1e9))
 
 
 def intent_of(peer_id: str, value: object) -> Intent | None:
     """An intent from a directory record; None for anything else, and for one that was withdrawn."""
-    if not isinstance(value, Mapping):
+    found = parse_record(MoveIntent, value)
+    if found is None or found.source == found.target:
         return None
-    source, target, gain = value.get("f"), value.get("t"), value.get("g")
-    if not isinstance(source, int) or not isinstance(target, int) or not isinstance(gain, int | float):
-        return None
-    return Intent(peer_id, source, target, float(gain)) if math.isfinite(gain) and source != target else None
+    return Intent(peer_id, found.source, found.target, found.gain)

@@ -66,10 +66,13 @@ def coordinator(
     as_json: JsonOption = False,
 ) -> None:
     """Start a run, or resume the one in STATE_DIR, and print the invite."""
-    from swarmtrain.chain.rebalancing import RULES, MoveRules
+    from swarmtrain.chain.rebalancing import MoveRules, RebalanceRule
 
     run = manifest_from(manifest, set_, steps)
-    for value, known, what in ((rebalance, RULES, "rebalancing rule"), (route, tuple(POLICIES), "routing policy")):
+    for value, known, what in (
+        (rebalance, tuple(RebalanceRule), "rebalancing rule"),
+        (route, tuple(POLICIES), "routing policy"),
+    ):
         if value not in known:
             raise UsageError(f"unknown {what} {value[:40]!r}", fix=f"use one of: {', '.join(known)}")
     directory = state_dir or state_home() / "runs" / f"{run.run.name}-{run.digest()[:12]}"
@@ -90,7 +93,7 @@ def coordinator(
         invite_file=invite_file,
         page=checked_address(page, "--page"),
         route=route,
-        moves=MoveRules(rebalance, min_gain, min_left, min_stay, look_every),
+        moves=MoveRules(RebalanceRule(rebalance), min_gain, min_left, min_stay, look_every),
         faults=Faults.from_environment(enabled=test_faults),
     )
 

@@ -15,7 +15,7 @@ from swarmtrain.units import check_between
 MAX_COUNT = 10**9
 MAX_PEERS = 10**6
 MAX_STAGES = 1024  # of a manifest
-MAX_SECONDS = 10**6 - 1  # times that are sent to peers must be below a million (`MoveRules.from_value`)
+MAX_SECONDS = 10**6 - 1  # times that are sent to peers must be below a million (`MoveRules`)
 MAX_SEED = 2**63 - 1
 MAX_GPU = 1023
 MAX_THREADS = 4 * (os.cpu_count() or 1)  # more threads gain nothing, and a hundred thousand end in a segmentation fault

@@ -61,7 +61,7 @@ class RunContext:
     valid_from: int = 0  # the term in which the run went back for the last time, as far as the journal knows
     step: int = 0  # applied steps
     decided: Decision | None = None  # the last decision; being carried out while its step is `step`
-    prepared: frozenset[tuple[str, str]] = frozenset()  # who holds the sums of the last decision
+    prepared: frozenset[tuple[str, str]] = frozenset()  # peers that hold the sums of the last decision
     is_over: bool = False
     members: Members = field(default_factory=Members)
     books: StepBooks | None = None
@@ -136,7 +136,7 @@ class RunContext:
         """A peer is gone (`has_left`: it said so), or (`must_sync`) of no use in this step: forget it, and void what
         only it had."""
         current = self.members.get(member.peer_id)
-        if current is not None and current.incarnation == member.incarnation:
+        if current is not None and current.key == member.key:
             self.members.remove(member.peer_id, excluded_at=self.step if must_sync else None)
             self.events.emit(PeerLost(member.peer_id, member.stage, reason))
             if not has_left:

@@ -17,7 +17,7 @@ from typing import Any
 
 from swarmtrain import world
 from swarmtrain.boundary import codec_pair
-from swarmtrain.chain.claim import Claim
+from swarmtrain.chain.claim import Claim, CoordinatorRecord
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
@@ -66,6 +66,8 @@ from swarmtrain.wire.messages import (
     Leave,
     SeekStage,
 )
+from swarmtrain.wire.peer_report import published
+from swarmtrain.wire.records import pack_record
 from swarmtrain.wire.schema import Message
 
 log = logging.getLogger(__name__)
@@ -172,7 +174,7 @@ class CoordinatorDaemon:
         self.journal.set("run_id", self.run_id)
 
     def _check_data(self) -> None:
-        """A run that goes on with other tokens would be neither training, and nobody could tell from its books."""
+        """A run that goes on with other tokens would be neither training, and its books would not show it."""
         known, found = self.journal.get(DATA_DIGEST), self._sampler.data_digest
         if known is None:
             self.journal.set(DATA_DIGEST, found)
@@ -201,7 +203,7 @@ class CoordinatorDaemon:
         return host, directory, node
 
     async def _take_term(self, directory: Directory, host: NetworkHost) -> None:
-        """The next one; noted only if nobody coordinates under it or a later one: trying again changes nothing."""
+        """The next one. It is noted only if no other process has it or a later one: trying again changes nothing."""
         known = Known(int(self.journal.get("term") or 0), self.journal.num_steps())
         self.journal_term = known.term
         own = Claim(known.term + 1, known.num_steps, host.peer_id, self._life)
@@ -305,11 +307,17 @@ class CoordinatorDaemon:
             await check_running(directory, self._claim())
 
     async def _announce_once(self, directory: Directory, host: NetworkHost) -> None:
-        value = {**self._claim().as_value(), "a": list(host.addresses()[:4]), "m": self.options.moves.as_value()}
-        if self.context.is_over:
-            value["over"] = True
+        claim = self._claim()
+        record = CoordinatorRecord(
+            claim.term,
+            claim.step,
+            claim.life,
+            published(host.addresses()),
+            self.options.moves,
+            self.context.is_over,
+        )
         try:
-            await directory.announce(COORDINATOR_TOPIC, value, RECORD_LIFE_S, signer=self._key.sign)
+            await directory.announce(COORDINATOR_TOPIC, pack_record(record), RECORD_LIFE_S, signer=self._key.sign)
         except SwarmtrainError as error:
             log.warning("cannot announce the coordinator: %s", error)
 
@@ -336,8 +344,8 @@ class CoordinatorDaemon:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def _say_goodbye(self, directory: Directory, host: NetworkHost) -> None:
-        """Tell everybody that the run is complete, and who is between two stages as well. Who was lost a moment ago is
-        waited for: it calls, if it is there at all, and when everybody else has gone nobody could tell it any more."""
+        """Tell all peers that the run is complete, those between two stages as well. A peer that was lost a moment ago
+        is waited for: it calls, if it is there at all, and later there would be no other process to tell it."""
         if not self.context.is_over:
             return
         await self._announce_once(directory, host)
@@ -349,7 +357,7 @@ class CoordinatorDaemon:
             except NetError:
                 self.context.missed(peer_id)
 
-        members = (member.peer_id for member in self.context.members.everybody())
+        members = (member.peer_id for member in self.context.members.all())
         await asyncio.gather(*map(tell, dict.fromkeys([*members, *self.moves.on_their_way()])))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):

@@ -13,10 +13,11 @@ from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.split_brain import HOLDS_STATE, check_peers
 from swarmtrain.observe.events import PeerJoined, PeerLost
 from swarmtrain.rpc.errors import Refusal
-from swarmtrain.wire.messages import STALLED, Code, Directive, Heartbeat, Verdict
+from swarmtrain.wire.messages import Code, Directive, Heartbeat, Verdict
+from swarmtrain.wire.peer_report import STALLED, PeerReport
 
 WATCH_S = 1.0
-FURTHER_S = 4.0  # so long others may come and say what they have, before the journal is found to be old
+FURTHER_S = 4.0  # for this long other peers may come and report, before the journal is found to be old
 MAX_FURTHER = 4096
 
 
@@ -32,16 +33,16 @@ class Heartbeats:
 
     async def heartbeat(self, sign: Heartbeat, peer_id: str) -> Verdict:
         """Note a heartbeat; tell the peer what to do."""
-        context = self._context
+        context, report = self._context, sign.report
         if sign.run != context.run_id:
             raise Refusal(Code.WRONG_RUN, f"this is run {context.run_id}")
-        if sign.stage >= context.manifest.stages.count:
+        if report.stage >= context.manifest.stages.count:
             raise Refusal(Code.WRONG_STAGE, f"the run has stages 0 to {context.manifest.stages.count - 1}")
         context.heard(peer_id)
-        if sign.state == "gone":
+        if report.state == "gone":
             await self._left(peer_id)
             return Verdict(context.term, context.step, Directive.LEAVE, "", 0, "", ())
-        self._check_not_further(sign, peer_id)
+        self._check_not_further(report, peer_id)
         former = context.members.get(peer_id)
         restarted = context.members.heartbeat(peer_id, sign, asyncio.get_running_loop().time())
         if restarted is not None:
@@ -50,14 +51,14 @@ class Heartbeats:
                 context.books.lose(restarted.stage, restarted.key)
         member = context.members.get(peer_id)
         assert member is not None
-        if sign.state == STALLED and former is not None and former.state == "serving":
+        if report.state == STALLED and former is not None and former.state == "serving":
             context.events.emit(PeerLost(member.peer_id, member.stage, "its device does not answer"))
-        if context.books is not None and sign.state in ("syncing", STALLED):
-            context.books.lose(member.stage, member.key)  # it has dropped its ledger, or nobody can have it
+        if context.books is not None and report.state in ("syncing", STALLED):
+            context.books.lose(member.stage, member.key)  # its ledger is dropped, or out of reach
         self._tell_decision(member)
         if member.state == "serving" and (former is None or former.state != "serving"):
             context.events.emit(PeerJoined(member.peer_id, member.stage, member.step))
-        answer = judge(member, context.members, context.standing, context.stages[sign.stage])
+        answer = judge(member, context.members, context.standing, context.stages[report.stage])
         if answer.directive is Directive.SERVE and member.state != STALLED:
             context.members.admit(peer_id)
         await context.notify()
@@ -73,22 +74,22 @@ class Heartbeats:
         )
         return verdict if verdict.reason else self._explained(verdict, member)
 
-    def _check_not_further(self, sign: Heartbeat, peer_id: str) -> None:
+    def _check_not_further(self, report: PeerReport, peer_id: str) -> None:
         """A peer that has seen steps which the journal does not know must not lose them: it is told nothing."""
         known = self._context.known
-        if sign.state not in HOLDS_STATE or not known.is_behind(sign.state_term, sign.step):
+        if report.state not in HOLDS_STATE or not known.is_behind(report.state_term, report.step):
             self._further.pop(peer_id, None)
             return
         if not self._further:
             self._further_since = asyncio.get_running_loop().time()
         if len(self._further) < MAX_FURTHER:
-            self._further[peer_id] = (sign.state_term, sign.step)
+            self._further[peer_id] = (report.state_term, report.step)
         raise Refusal(Code.NOT_SERVING, f"the journal here ends at step {known.num_steps}: it is an old copy", 1.0)
 
     def _check_journal(self) -> None:
         """StaleJournal if most of those who have come know more than the journal."""
         if self._further and asyncio.get_running_loop().time() - self._further_since > FURTHER_S:
-            here = [m for m in self._context.members.everybody() if m.state in HOLDS_STATE]
+            here = [m for m in self._context.members.all() if m.state in HOLDS_STATE]
             check_peers(self._context.known, [*self._further.values(), *((0, member.step) for member in here)])
 
     def _explained(self, verdict: Verdict, member: Member) -> Verdict:
@@ -107,7 +108,7 @@ class Heartbeats:
             looked_at = loop.time()
             await asyncio.sleep(WATCH_S)
             asleep_s = loop.time() - looked_at - WATCH_S
-            if not await self._context.node.is_up():  # without this host's own transport nobody can be heard
+            if not await self._context.node.is_up():  # without this host's own transport no peer can be heard
                 members.excuse(loop.time() - looked_at)
             elif asleep_s > WATCH_S:  # nor while this process stood still
                 members.excuse(asleep_s)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from swarmtrain.route.views import MIN_RATE
 from swarmtrain.wire.messages import Heartbeat, Hop
+from swarmtrain.wire.peer_report import PeerReport
 
-SILENT_S = 10.0  # a peer that has not shown a heartbeat for so long is lost
+SILENT_S = 10.0  # a peer without a heartbeat for this long is lost
 METRICS_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,64}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 _FOLLOWS = ("joining", "syncing", "serving")  # in these states a peer may apply a step before it has spoken again
 MAX_EXCLUDED = 4096  # how many are remembered; an older one that comes back is judged by its state alone
@@ -20,25 +21,36 @@ class Member:
     """One incarnation of one peer."""
 
     peer_id: str
-    incarnation: str
-    stage: int
-    state: str
-    step: int
-    state_digest: str
-    up_bytes_per_s: float  # announced; 0: not
-    forward_ms: float
-    backward_ms: float
-    name: str
+    report: PeerReport  # of its last heartbeat; its state and step as corrected by what others have said since
     seen_at: float
-    assignment: int = 0
-    listening_from: int | None = None  # first step whose reduced gradient a newcomer has been listener
+    name: str = ""
     metrics: str = ""  # HOST:PORT of its metrics
     spent: tuple[float, ...] = ()  # seconds: compute, reduce, queue, wire, idle
+    listening_from: int | None = None  # first step whose all-reduce this newcomer listens to
     excluded_at: int | None = None  # it had been given up at this step, and was not told to serve since then
     was_admitted: bool = False  # it was told to serve; that it does may be heard from others first
-    down_bytes_per_s: float = 0.0
-    state_term: int = 0  # in which it came to its state, as its last heartbeat said
     doubted_at: float | None = None  # its link broke then, and it has shown no heartbeat since
+
+    @property
+    def stage(self) -> int:
+        """The stage that it hosts."""
+        return self.report.stage
+
+    @property
+    def state(self) -> str:
+        """Its state, as far as it is believed."""
+        return self.report.state
+
+    @property
+    def step(self) -> int:
+        """Steps that it has applied."""
+        return self.report.step
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Announced bytes per second, up and down; 0: not. None so small that the shares of a sum overflow."""
+        up, down = self.report.up_bytes_per_s, self.report.down_bytes_per_s
+        return max(up, MIN_RATE) if up else 0.0, max(down, MIN_RATE) if down else 0.0
 
     @property
     def must_sync(self) -> bool:
@@ -47,27 +59,22 @@ class Member:
 
     @property
     def answers(self) -> bool:
-        """Whether it answers for work. Who was told to serve may be given some before it has said that it does."""
+        """Whether it answers for work. An admitted peer may receive work before its next heartbeat."""
         return self.was_admitted or self.state in ("serving", "draining", "paused")
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes part in reductions without work of its own; who was syncing listens until it has spoken."""
+        """Whether it joins an all-reduce without work of its own. A syncing peer listens until its next heartbeat."""
         return self.state == "serving" or (self.was_admitted and self.state == "joining")
 
     @property
     def key(self) -> tuple[str, str]:
         """As in books and rosters."""
-        return self.peer_id, self.incarnation
-
-
-def _bounded(rate: float) -> float:
-    """No line is so slow that what it would own of a gradient cannot be computed."""
-    return max(rate, MIN_RATE) if rate > 0.0 else 0.0
+        return self.peer_id, self.report.incarnation
 
 
 class Members:
-    """Who is there."""
+    """The peers that are there."""
 
     def __init__(self) -> None:
         self._by_peer: dict[str, Member] = {}
@@ -76,35 +83,25 @@ class Members:
 
     def heartbeat(self, peer_id: str, sign: Heartbeat, now: float) -> Member | None:
         """Note a heartbeat. Returns the former incarnation if the peer has restarted."""
-        former = self._by_peer.get(peer_id)
+        former, report = self._by_peer.get(peer_id), sign.report
         self._disown(former)
-        is_same = former is not None and (former.incarnation, former.stage) == (sign.incarnation, sign.stage)
-        excluded_at = self._excluded.get((peer_id, sign.incarnation))
-        is_deluded = excluded_at is not None and sign.state == "serving"
-        is_waiting = sign.state == "syncing"  # only those who wait for a state listen
-        step, digest = sign.step, sign.state_digest
-        is_late = former is not None and is_same and former.state in _FOLLOWS and former.step > step
-        if former is not None and is_late and sign.state == "serving":
-            step, digest = former.step, former.state_digest  # this sign was sent before its last apply
+        is_same = former is not None and former.key == (peer_id, report.incarnation) and former.stage == report.stage
+        excluded_at = self._excluded.get((peer_id, report.incarnation))
+        is_late = former is not None and is_same and former.state in _FOLLOWS and former.step > report.step
+        if former is not None and is_late and report.state == "serving":  # it was sent before the peer's last apply
+            report = replace(report, step=former.step, state_digest=former.report.state_digest)
+        if excluded_at is not None and report.state == "serving":
+            report = replace(report, state="unknown")
+        is_waiting = report.state == "syncing"  # only those who wait for a state listen
         self._by_peer[peer_id] = Member(
             peer_id=peer_id,
-            incarnation=sign.incarnation,
-            stage=sign.stage,
-            state="unknown" if is_deluded else sign.state,
-            step=step,
-            state_digest=digest,
-            up_bytes_per_s=_bounded(sign.up_bytes_per_s),
-            down_bytes_per_s=_bounded(sign.down_bytes_per_s),
-            forward_ms=sign.forward_ms,
-            backward_ms=sign.backward_ms,
-            name=sign.name,
+            report=report,
             seen_at=now,
-            assignment=sign.assignment,
-            listening_from=former.listening_from if former is not None and is_same and is_waiting else None,
+            name=sign.name,
             metrics=sign.metrics if METRICS_ADDRESS.fullmatch(sign.metrics) else "",
             spent=sign.spent,
+            listening_from=former.listening_from if former is not None and is_same and is_waiting else None,
             excluded_at=excluded_at,
-            state_term=sign.state_term,
         )
         return None if is_same else former
 
@@ -115,7 +112,7 @@ class Members:
     def counts(self, hop: Hop) -> bool:
         """Whether what a route says of a hop can be counted: this incarnation is there, and hosts that stage."""
         member = self._by_peer.get(hop.peer_id)
-        if member is None or (member.incarnation, member.stage) != (hop.incarnation, hop.stage):
+        if member is None or (member.report.incarnation, member.stage) != (hop.incarnation, hop.stage):
             return False
         return member.answers
 
@@ -145,7 +142,7 @@ class Members:
         """How many peers of a stage were told to serve at their last heartbeat."""
         return len(self._admitted.get(stage, ()))
 
-    def everybody(self) -> list[Member]:
+    def all(self) -> list[Member]:
         """All peers."""
         return sorted(self._by_peer.values(), key=lambda member: (member.stage, member.peer_id))
 
@@ -154,33 +151,32 @@ class Members:
         member = self._by_peer.get(peer_id)
         if member is not None:
             seen_at = max(now, member.seen_at)
-            self._by_peer[peer_id] = replace(member, step=step, state_digest=state_digest, seen_at=seen_at)
+            report = replace(member.report, step=step, state_digest=state_digest)
+            self._by_peer[peer_id] = replace(member, report=report, seen_at=seen_at)
 
     def listen(self, stage: int, step: int) -> None:
-        """Every peer of the stage that waits for a state hears the reductions from `step` on."""
+        """Every peer of the stage that waits for a state listens to the all-reduces from `step` on."""
         for member in self.of_stage(stage, "syncing"):
             if member.listening_from is None:
                 self._by_peer[member.peer_id] = replace(member, listening_from=step)
 
     def stop_listening(self, key: tuple[str, str], step: int) -> None:
-        """A newcomer has missed the reduction of `step`: it needs a later state, if it is not fetching one already."""
+        """A listener has missed the all-reduce of `step`: it needs a later state, if it is not fetching one already."""
         member = self._by_peer.get(key[0])
-        if member is None or member.incarnation != key[1] or member.listening_from is None:
+        if member is None or member.report.incarnation != key[1] or member.listening_from is None:
             return
         if member.listening_from <= step:
             self._by_peer[key[0]] = replace(member, listening_from=None)
 
     def forget_steps(self) -> None:
-        """The run was rolled back: no state counts until its peer's next heartbeat, and nobody is left out."""
+        """The run was rolled back: no state counts until its peer's next heartbeat, and no peer is excluded."""
         self._excluded.clear()
         self._admitted.clear()
-        for member in self.everybody():
+        for member in self.all():
             self._by_peer[member.peer_id] = replace(
                 member,
+                report=replace(member.report, step=0, state_digest="", state="unknown"),
                 listening_from=None,
-                step=0,
-                state_digest="",
-                state="unknown",
                 was_admitted=False,
                 excluded_at=None,
             )
@@ -202,8 +198,8 @@ class Members:
             self._by_peer[peer_id] = replace(member, doubted_at=now)
 
     def excuse(self, seconds: float) -> None:
-        """Heartbeats could not be heard for so long."""
-        for member in self.everybody():
+        """No heartbeat could be heard for this long: silence is not held against any peer."""
+        for member in self.all():
             self._by_peer[member.peer_id] = replace(member, seen_at=member.seen_at + seconds)
 
     def silent(self, now: float, limit_s: float = SILENT_S) -> list[Member]:

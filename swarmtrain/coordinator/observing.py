@@ -73,7 +73,7 @@ class RunObserver:
         context, status = self.context, self.keeper.status
         up, down = context.node.transfers()
         links = context.node.links()
-        members = context.members.everybody()
+        members = context.members.all()
         with self._process.oneshot():
             memory_bytes, cpu = self._process.memory_info().rss, self._process.cpu_times()
         return {
@@ -125,13 +125,13 @@ class RunObserver:
                 "targets": [member.metrics],
                 "labels": {"stage": str(member.stage), "peer": member.peer_id, "name": member.name},
             }
-            for member in self.context.members.everybody()
+            for member in self.context.members.all()
             if member.metrics
         ]
 
     def _member(self, member: Member) -> dict[str, Any]:
         silent_s = max(0.0, asyncio.get_running_loop().time() - member.seen_at)
-        busy_ms = member.forward_ms + member.backward_ms
+        busy_ms = member.report.forward_ms + member.report.backward_ms
         doubt = self._doubts.get(member.peer_id)
         if doubt is not None and member.seen_at > doubt.at:
             self._doubts.pop(member.peer_id, None)
@@ -145,15 +145,15 @@ class RunObserver:
             "silent_s": silent_s,
             "doubt": doubt.reason if doubt is not None else "",
             "microbatches": self.context.tally.contributed[member.peer_id],
-            "forward_ms": member.forward_ms,
-            "backward_ms": member.backward_ms,
+            "forward_ms": member.report.forward_ms,
+            "backward_ms": member.report.backward_ms,
             "capacity": 1000 / busy_ms if busy_ms and member.state == "serving" else 0.0,
             "spent": dict(zip(_PARTS, member.spent, strict=False)),
             "metrics": member.metrics,
         }
 
     def _contributors(self, members: list[Member]) -> list[dict[str, Any]]:
-        """Who has done most, people who have left included."""
+        """The peers that have done most, those that have left included."""
         tally = self.context.tally
         names = {**tally.names, **{member.peer_id: member.name for member in members if member.name}}
         here = {member.peer_id for member in members}

@@ -3,8 +3,8 @@
 A coordinator that was started on an old copy of its directory would set a healthy run back: it takes the next term,
 which peers obey, and knows of none of the steps since the copy was made. Those who know better are its rivals, whose
 claims the run's key has signed, and the run's peers: each says how many steps it has applied, and in which term. In a
-term that the journal knows of, nobody can have applied a step that is not in it, since a decision is journaled before
-anybody hears of it. (States of earlier terms may be ahead: the run has gone back since.)
+term that the journal knows of, no peer can have applied a step that is not in it, since a decision is journaled before
+a peer hears of it. (States of earlier terms may be ahead: the run has gone back since.)
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from swarmtrain.chain.claim import Claim
-from swarmtrain.chain.neighbours import PeerRecord, stage_topic
+from swarmtrain.chain.claim import Claim, CoordinatorRecord
+from swarmtrain.chain.neighbours import stage_reports
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.wire.peer_report import PeerReport
+from swarmtrain.wire.records import parse_record
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class Known:
     num_steps: int
 
     def is_behind(self, term: int, step: int) -> bool:
-        """Whether somebody who came to `step` applied steps in `term` has seen what this journal has not."""
+        """Whether a peer that came to `step` applied steps in `term` has seen what this journal has not."""
         return term >= self.term and step > self.num_steps
 
     def error(self, who: str, step: int) -> StaleJournal:
@@ -70,10 +72,10 @@ class Known:
 
 
 async def next_term(directory: Directory, own: Claim, known: Known, num_stages: int) -> int:
-    """The term that this coordinator takes. Superseded if somebody coordinates under that or a later one, unless on an
-    old copy of this journal; StaleJournal if it is this journal that is the old copy.
+    """The term that this coordinator takes.
 
-    Whom this process cannot see yet it finds while it runs.
+    Superseded if another process coordinates under that or a later one, unless on an old copy of this journal;
+    StaleJournal if it is this journal that is the old copy. A rival that is not listed yet is found later.
     """
     term = own.term
     for rival in await _claims(directory, own):
@@ -113,19 +115,19 @@ async def _claims(directory: Directory, own: Claim) -> list[Claim]:
     except SwarmtrainError as error:
         log.info("cannot look for other coordinators: %s", error)
         return []
-    claims = [Claim.read(peer_id, record.value) for peer_id, record in records.items()]
-    return [claim for claim in claims if claim is not None and (claim.peer_id, claim.life) != (own.peer_id, own.life)]
+    found = {peer_id: parse_record(CoordinatorRecord, record.value) for peer_id, record in records.items()}
+    claims = [record.claim(peer_id) for peer_id, record in found.items() if record is not None]
+    return [claim for claim in claims if (claim.peer_id, claim.life) != (own.peer_id, own.life)]
 
 
-async def _peers(directory: Directory, num_stages: int) -> list[PeerRecord]:
+async def _peers(directory: Directory, num_stages: int) -> list[PeerReport]:
     """Those who hold a state, as the directory lists them."""
     found = []
     for stage in range(num_stages):
         try:
-            records = await directory.lookup(stage_topic(stage))
+            reports = await stage_reports(directory, stage)
         except SwarmtrainError as error:
             log.info("cannot look for peers of stage %d: %s", stage, error)
             continue
-        read = [PeerRecord.from_value(record.value) for record in records.values()]
-        found += [peer for peer in read if peer is not None and peer.state in HOLDS_STATE]
+        found += [report for report in reports.values() if report.state in HOLDS_STATE]
     return found

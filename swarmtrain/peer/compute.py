@@ -170,7 +170,7 @@ class ComputeThread:
         self._idle_since = world.monotonic()
         self.times = ComputeTimes()
         self._running: tuple[Kind, float] | None = None  # since when; written by the thread
-        self.ran_out = asyncio.Event()  # a pass has begun or ended, and nothing waits; cleared by whoever acts on it
+        self.ran_out = asyncio.Event()  # a pass began or ended, and nothing waits; cleared by the task that acts on it
         self._engine = world.start_engine("compute", self._take)
 
     async def run(self, kind: Kind, microbatch: int, work: Callable[[], T]) -> Timed[T]:
@@ -207,7 +207,7 @@ class ComputeThread:
     def withdraw(self, kind: Kind, may_go: Callable[[int], bool]) -> int | None:
         """Take the waiting job of this kind that would run last out of the queue, of those whose microbatch may go.
 
-        Returns its microbatch; whoever waits for the job gets `Withdrawn`.
+        Returns its microbatch; the caller that waits for the job gets `Withdrawn`.
         """
         with self._lock:
             waiting = [job for job in self._jobs if job.kind is kind and not job.future.done()]

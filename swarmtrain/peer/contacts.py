@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from swarmtrain.chain.claim import Claim
-from swarmtrain.chain.neighbours import PeerRecord, stage_topic
+from swarmtrain.chain.claim import Claim, CoordinatorRecord
+from swarmtrain.chain.neighbours import stage_reports
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, RunRefused, checked_offer
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.directory.directory import Directory, TopicRule
@@ -24,6 +24,7 @@ from swarmtrain.rpc.node import Node
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, FetchRun, RunOffer, SeekStage, StageFound
+from swarmtrain.wire.records import parse_record
 from swarmtrain.wire.schema import Message
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ T = TypeVar("T", bound=Message)
 
 LOOK_AGAIN_S = 0.3
 STRANGERS_S = 1.0  # the directory is read for strangers so often at most
-DOUBT_S = 1.0  # how often strangers who claim to coordinate may make this peer read the directory
+DOUBT_S = 1.0  # how often strangers that claim to coordinate may make this peer read the directory
 
 
 class RunUnreachable(SwarmtrainError):
@@ -48,7 +49,7 @@ def directory_rules(invite: Invite) -> Mapping[str, TopicRule]:
 
 
 class CoordinatorLink:
-    """Knows who coordinates now."""
+    """Knows which peer coordinates now."""
 
     def __init__(self, invite: Invite, host: NetworkHost, node: Node, directory: Directory) -> None:
         self._invite, self._host, self._node, self._directory = invite, host, node, directory
@@ -111,18 +112,16 @@ class CoordinatorLink:
         except SwarmtrainError as error:
             log.debug("cannot read the directory: %s", error)
             return False
-        claims = [claim for peer_id, record in records.items() if (claim := Claim.read(peer_id, record.value))]
+        found = {peer_id: parse_record(CoordinatorRecord, record.value) for peer_id, record in records.items()}
+        claims = {record.claim(peer_id): record for peer_id, record in found.items() if record is not None}
         if claims and (best := max(claims)).term >= self.term:
-            self._follow(best, records[best.peer_id].value)
+            self._follow(best, claims[best])
         return bool(claims)
 
-    def _follow(self, claim: Claim, value: Any) -> None:
+    def _follow(self, claim: Claim, record: CoordinatorRecord) -> None:
         self.term, self.peer_id = claim.term, claim.peer_id
-        self.rules = MoveRules.from_value(value.get("m")) or self.rules
-        self.is_over = value.get("over") is True
-        addresses = value.get("a")
-        if isinstance(addresses, list):
-            self._host.learn([text for text in addresses[:16] if isinstance(text, str)], of=claim.peer_id)
+        self.rules, self.is_over = record.rules, record.is_over
+        self._host.learn(record.addresses, of=claim.peer_id)
 
     async def fetch_run(self, timeout_s: float) -> Manifest:
         """The run's manifest, checked against the invite."""
@@ -181,13 +180,12 @@ class Strangers:
         found: dict[str, tuple[str, ...]] = {}
         for stage in self._stages:
             try:
-                records = await self._directory.lookup(stage_topic(stage))
+                reports = await stage_reports(self._directory, stage)
             except SwarmtrainError as error:
                 log.debug("cannot read the directory: %s", error)
                 continue
-            for peer_id, record in records.items():
-                parsed = PeerRecord.from_value(record.value)
-                if parsed is not None and peer_id != self._host.peer_id:
-                    self._host.learn(parsed.addresses, of=peer_id)
-                    found[peer_id] = parsed.addresses
+            for peer_id, report in reports.items():
+                if peer_id != self._host.peer_id:
+                    self._host.learn(report.addresses, of=peer_id)
+                    found[peer_id] = report.addresses
         return found

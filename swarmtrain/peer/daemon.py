@@ -4,8 +4,8 @@ One process: the event loop owns the network and all state, one compute thread o
 libp2p's own daemon. This file is the way in and out, and says which message is answered where. One stay on a stage is
 in `assignment.py`, the life with the coordinator in `heartbeats.py`, the work in `microbatch.py` and `step.py`.
 
-A coordinator may be away for minutes, and nobody may be there to start this daemon again when it has ended: so a peer
-that cannot find its run waits (`Patience`). What no waiting can mend, as an invite that is not one or a run that does
+A coordinator may be away for minutes, and a daemon that has ended may stay so until its owner looks: so a peer that
+cannot find its run waits (`Patience`). What no waiting can mend, as an invite that is not one or a run that does
 not want this peer, ends the daemon at once.
 """
 
@@ -28,11 +28,10 @@ from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.service import peer_routes
 from swarmtrain.p2p.errors import BootstrapError
 from swarmtrain.p2p.network import HostOptions, NetworkHost
-from swarmtrain.peer.announcing import Announcing
 from swarmtrain.peer.assignment import Assignment, Departure, open_assignment
 from swarmtrain.peer.compute import Stopped
 from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, Strangers, directory_rules
-from swarmtrain.peer.heartbeats import HeartbeatLoop
+from swarmtrain.peer.heartbeats import Announcing, HeartbeatLoop
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
 from swarmtrain.peer.microbatch import Microbatches
@@ -180,7 +179,7 @@ class PeerDaemon:
             self._handlers, self.assignment = self._handlers_between_assignments(joined.link), None
 
     async def _settle(self, stack: contextlib.AsyncExitStack, joined: _Joined) -> _Settled:
-        """The stage: which one, whether it fits, its tensors, and who answers for it."""
+        """The stage: which one, whether it fits, its tensors, and what answers its messages."""
         link, manifest = joined.link, joined.manifest
         if self.options.stage == AUTO:
             stages = fitting_stages(manifest, self.options)

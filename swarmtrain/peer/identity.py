@@ -1,4 +1,4 @@
-"""Who a peer is in its run: its life, the term it obeys, and whose messages it takes."""
+"""What a peer is in its run: its life, the term it obeys, and the messages it takes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TERM_WAIT_S = 5.0  # how long a neighbour's message of a new term waits for the 
 
 
 class Authority(Protocol):
-    """Who coordinates the run."""
+    """Which peer coordinates the run."""
 
     async def is_coordinator(self, peer_id: str) -> bool:
         """Whether the run's key says that this peer coordinates."""

@@ -83,7 +83,7 @@ class StageJobs:
             self._checked[entry.microbatch] = (gradient, tensor)
 
     def forward(self, entry: Entry, step: int, partner: str = "") -> Outcome:
-        """Forward of a microbatch. On the last stage also its backward: the outcome is the gradient for below."""
+        """Forward of a microbatch. On the last stage also its backward: the outcome is the gradient for upstream."""
         self._begin(entry)
         self.num_forwards += 1
         done = self._pass(entry, step)
@@ -103,7 +103,7 @@ class StageJobs:
         return Outcome(encoded.payload)
 
     def backward(self, entry: Entry, step: int, gradient: Raw) -> Outcome:
-        """Backward of a microbatch from the next stage's answer: added to the sum, and encoded for the stage below."""
+        """Backward of a microbatch from the next stage's answer: added to the sum, and encoded for upstream."""
         self._begin(entry)
         raw, decoded = self._checked.pop(entry.microbatch, (b"", None))
         if decoded is None or raw is not gradient:
@@ -124,7 +124,7 @@ class StageJobs:
         return Outcome(self.codecs.encode_untraced(result, step, microbatch, tokens))
 
     def reconciled_share(self, entries: list[Entry], wanted: set[int], step: int) -> Tensor:
-        """Make the sum hold exactly the microbatches `wanted`, and copy it for a reduction.
+        """Make the sum hold exactly the microbatches `wanted`, and copy it for an all-reduce.
 
         Extra microbatches are computed again and taken out, exactly. One job: nothing is added in between. Raises
         StaleWork if what these entries say of the sum is about a former one.

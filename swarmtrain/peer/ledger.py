@@ -39,10 +39,10 @@ class Entry:
     accumulated: bool = False
     task: asyncio.Task[Done] | None = None
     callers: dict[Exchange, None] = field(default_factory=dict)  # that wait for the answer, in the order of arrival
-    hops: dict[int, Hop] = field(default_factory=dict)  # who has it downstream, as far as known
-    caller: str = ""  # who sent it first
+    hops: dict[int, Hop] = field(default_factory=dict)  # the peers that have it downstream, as far as known
+    caller: str = ""  # the peer that sent it first
     was_stolen: bool = False  # another peer of the stage has given it away
-    stolen_by: str = ""  # who takes it, once this peer gives it away
+    stolen_by: str = ""  # the thief
     caller_busy_until: float = 0.0  # time of the loop until which the caller has other work, as it said
     is_critical: bool = True  # whether the caller would wait for the gradient (codec/policy.py)
     sticky: StickyAnswer | None = None  # for the caller only: a difference to what it holds

@@ -342,7 +342,7 @@ class Microbatches:
             await self._stage.check_gradient(entry, work.step, done.gradient, keep=keep)
 
     def _tell(self, entry: Entry, hops: tuple[Hop, ...]) -> None:
-        """Progress flows upstream, so that callers know who has the microbatch when this peer dies."""
+        """Progress flows upstream, so that callers know which peer has the microbatch when this one dies."""
         for hop in hops:
             entry.hops[hop.stage] = hop
         item = Progress((self._peer.hop, *entry.hops.values()), self._load_s)

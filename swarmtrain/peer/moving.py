@@ -11,8 +11,16 @@ import asyncio
 import logging
 
 from swarmtrain import world
-from swarmtrain.chain.neighbours import PeerRecord, stage_topic
-from swarmtrain.chain.rebalancing import INTENT_TOPIC, Costs, MoveRules, intent_of, intent_value, members_of
+from swarmtrain.chain.neighbours import stage_reports
+from swarmtrain.chain.rebalancing import (
+    INTENT_TOPIC,
+    Costs,
+    MoveIntent,
+    MoveRules,
+    RebalanceRule,
+    intent_of,
+    members_of,
+)
 from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.p2p.errors import NetError
@@ -23,11 +31,12 @@ from swarmtrain.route.moves import Intent, LeaveAnswer, LeaveRequest, Mover
 from swarmtrain.route.rebalance import plan_moves
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import AskMove, MoveAnswered
+from swarmtrain.wire.records import pack_record
 
 log = logging.getLogger(__name__)
 
 ASK_S = 20.0
-NO_INTENT: dict[str, int] = {}
+WITHDRAWN = MoveIntent(0, 0)
 
 
 class Moving:
@@ -58,7 +67,7 @@ class Moving:
             if self._mover.intent is not None:
                 await asyncio.sleep(max(0.0, self._mover.look_at - loop.time()))
             rules = self._link.rules
-            if rules.rule == "none" or self._peer.state is not PeerState.SERVING:
+            if rules.rule is RebalanceRule.NONE or self._peer.state is not PeerState.SERVING:
                 continue
             try:
                 await self._look(rules)
@@ -67,21 +76,13 @@ class Moving:
 
     async def _look(self, rules: MoveRules) -> None:
         now = asyncio.get_running_loop().time()
-        stages = range(self._num_stages)
-        members = members_of([await self._records(stage) for stage in stages], self._costs, now)
+        reports = [await stage_reports(self._directory, stage) for stage in range(self._num_stages)]
+        members = members_of(reports, self._costs, now)
         plan = plan_moves(members, self._costs.costs, now, rules.options())
         request = self._mover.look(plan, await self._intents(), now)
         await self._publish()
         if request is not None:
             await self._ask(request)
-
-    async def _records(self, stage: int) -> dict[str, PeerRecord]:
-        found = {}
-        for peer_id, record in (await self._directory.lookup(stage_topic(stage))).items():
-            parsed = PeerRecord.from_value(record.value)
-            if parsed is not None:
-                found[peer_id] = parsed
-        return found
 
     async def _intents(self) -> list[Intent]:
         records = await self._directory.lookup(INTENT_TOPIC)
@@ -93,7 +94,9 @@ class Moving:
         intent = self._mover.intent
         if intent != self._published:
             life_s = max(5.0, min(50.0, 4.0 * self._link.rules.look_s))
-            await self._directory.announce(INTENT_TOPIC, NO_INTENT if intent is None else intent_value(intent), life_s)
+            await self._directory.announce(
+                INTENT_TOPIC, pack_record(WITHDRAWN if intent is None else MoveIntent.of(intent)), life_s
+            )
             self._published = intent
 
     async def _ask(self, request: LeaveRequest) -> None:

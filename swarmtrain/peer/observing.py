@@ -203,7 +203,7 @@ class PeerObserver:
         """Peers of the next stage that serve."""
         if self._dispatcher is None:
             return 0
-        return sum(record.state == "serving" for record in self._dispatcher.neighbours.records.values())
+        return sum(record.state == "serving" for record in self._dispatcher.neighbours.reports.values())
 
     def _note_ratios(self) -> None:
         """How much smaller the codec makes a boundary tensor than its fp32 numbers."""

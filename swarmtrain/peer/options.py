@@ -17,7 +17,7 @@ from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.units import show_gb
 
-_SHARE_BYTES_PER_PARAMETER = 12  # a reduction's copy of the sum (fp64) and its result (fp32)
+_SHARE_BYTES_PER_PARAMETER = 12  # an all-reduce's copy of the sum (fp64) and its result (fp32)
 _PROCESS_BYTES = 400 << 20  # interpreter, torch and the network daemon
 
 
@@ -47,7 +47,7 @@ class PeerOptions:
     route: str = "finish-time"
     max_queue: int = 64
     drain_s: float = 60.0
-    find_s: float = 0.0  # how long a run that cannot be found is looked for; 0: until somebody ends this peer
+    find_s: float = 0.0  # how long a run that cannot be found is looked for; 0: until its owner ends this peer
     metrics: str = ""  # HOST:PORT to serve metrics at; empty: nowhere
     metrics_announce: str = ""  # HOST:PORT under which the run's Prometheus reaches them, if that is another
     faults: Faults = field(default_factory=Faults)

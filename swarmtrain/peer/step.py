@@ -43,7 +43,7 @@ from swarmtrain.wire.messages import (
 log = logging.getLogger(__name__)
 
 STEP_WAIT_S = 15.0
-REPORT_S = 5.0  # how often the coordinator hears how an attempt goes
+REPORT_S = 5.0  # how often the coordinator is told how an attempt goes
 MAX_BUFFERED_STEPS = 64  # reduced gradients that a listener keeps, if its memory allows; then it needs a newer state
 
 
@@ -180,7 +180,7 @@ class StepProtocol:
     async def reduce_share(self, share: ReduceShare, exchange: Exchange) -> ReducedPiece:
         """Another peer's share of a piece that this peer owns; answered when the piece is complete."""
         peer = self._peer
-        is_fused = share.lane == Lane.FUSED  # between two stages: the roster says who belongs to it
+        is_fused = share.lane == Lane.FUSED  # between two stages: the roster says which peers belong to it
         await peer.check_neighbour(share.run, share.term, peer.stage if is_fused else share.stage)
         attempt = await self.attempts.of(share)
         reduction = await attempt.lane(Lane(share.lane))  # it may begin when another one has ended

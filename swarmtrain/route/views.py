@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-SERVING = "serving"
+from swarmtrain.wire.peer_report import SERVING, PeerReport
 
 # A record that announces nothing usable is not refused: the peer is tried, and what is measured replaces this.
 DEFAULT_SERVICE_S = 1.0
@@ -23,20 +23,12 @@ MIN_RATE = 1e3
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """One peer as its directory record describes it. Rates of 0 mean "not announced"."""
+    """A peer as it describes itself, and what only its reader knows."""
 
     peer_id: str
-    stage: int = 0
-    state: str = SERVING
-    step: int = 0
-    forward_ms: float = 0.0
-    backward_ms: float = 0.0
-    queue_ms: float = 0.0
-    load_ms: float = 0.0  # work it has committed itself to: both passes of everything that it holds
-    up_bytes_per_s: float = 0.0
-    down_bytes_per_s: float = 0.0
-    relayed: bool = False
-    expires_at: float = math.inf
+    report: PeerReport
+    expires_at: float = math.inf  # of the directory record
+    load_s: float = 0.0  # both passes of everything that the peer holds, if known
 
 
 def narrower(up_bytes_per_s: float, down_bytes_per_s: float) -> float:
@@ -94,18 +86,19 @@ class Offer:
     )
 
     def __init__(self, view: PeerView, bytes_in: float, bytes_out: float) -> None:
+        report = view.report
         self.peer_id = view.peer_id
-        self.relayed = view.relayed
+        self.relayed = report.relayed
         self.expires_at = view.expires_at
-        self.forward_s = _bounded_seconds(view.forward_ms)
+        self.forward_s = _bounded_seconds(report.forward_ms)
         # Not announced: backward is about twice the work of forward.
-        self.backward_s = _bounded_seconds(view.backward_ms) if view.backward_ms else 2.0 * self.forward_s
-        self.queue_s = min(view.queue_ms / 1000.0, MAX_SERVICE_S) if 0.0 < view.queue_ms < math.inf else 0.0
-        self.load_s = min(view.load_ms / 1000.0, MAX_SERVICE_S) if 0.0 < view.load_ms < math.inf else 0.0
-        self.down_rate = _bounded_rate(view.down_bytes_per_s)
+        self.backward_s = _bounded_seconds(report.backward_ms) if report.backward_ms else 2.0 * self.forward_s
+        self.queue_s = min(report.queue_ms / 1000.0, MAX_SERVICE_S) if 0.0 < report.queue_ms < math.inf else 0.0
+        self.load_s = min(view.load_s, MAX_SERVICE_S) if 0.0 < view.load_s < math.inf else 0.0
+        self.down_rate = _bounded_rate(report.down_bytes_per_s)
         compute_s = self.forward_s + self.backward_s
         self.passes = compute_s / self.forward_s  # both, in units of a forward
-        wire_s = max(bytes_in / self.down_rate, bytes_out / _bounded_rate(view.up_bytes_per_s))
+        wire_s = max(bytes_in / self.down_rate, bytes_out / _bounded_rate(report.up_bytes_per_s))
         self.link_bound = wire_s > compute_s
         # Seconds that one microbatch occupies the peer's slowest resource: compute, downlink or uplink.
         self.announced_s = min(max(compute_s, wire_s), MAX_SERVICE_S)
@@ -125,7 +118,7 @@ class StageSnapshot:
         newest: dict[str, PeerView] = {}
         for view in views:
             known = newest.get(view.peer_id)
-            if view.state == SERVING and (known is None or view.expires_at > known.expires_at):
+            if view.report.state == SERVING and (known is None or view.expires_at > known.expires_at):
                 newest[view.peer_id] = view
         self.offers = tuple(Offer(view, bytes_in, bytes_out) for view in newest.values())
         self.cumulative_rate = tuple(accumulate(1.0 / offer.announced_s for offer in self.offers))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from swarmtrain.route.rebalance import Member, stage_capacities
+from swarmtrain.route.rebalance import PeerCapacity, stage_capacities
 from swarmtrain.route.views import PeerView, StageSnapshot
 from swarmtrain.sim.peer import SimPeer
 from swarmtrain.sim.scenario import Scenario
+from swarmtrain.wire.peer_report import PeerReport
 
 
 class Directory:
@@ -18,7 +19,7 @@ class Directory:
         self._views: dict[int, PeerView] = {}
         self.snapshots: list[StageSnapshot] = [StageSnapshot(()) for _ in range(scenario.num_stages)]
         self.serving: list[list[SimPeer]] = [[] for _ in range(scenario.num_stages)]  # the peers in each snapshot
-        self.members: list[Member] = []
+        self.members: list[PeerCapacity] = []
         self.capacities = [0.0] * scenario.num_stages
 
     def refresh(self, now: float) -> None:
@@ -34,7 +35,7 @@ class Directory:
                 self._views.pop(peer.number, None)
                 continue
             view = self._views[peer.number]
-            by_stage[view.stage].append(view)
+            by_stage[view.report.stage].append(view)
         for stage, views in enumerate(by_stage):
             bytes_in, bytes_out = stage_bytes(self._scenario, stage)
             self.snapshots[stage] = snapshot = StageSnapshot(views, bytes_in=bytes_in, bytes_out=bytes_out)
@@ -49,24 +50,22 @@ class Directory:
     def _view(self, peer: SimPeer) -> PeerView:
         cost = self._scenario.costs[peer.stage]
         service_ms = 1000.0 * cost / peer.speed
-        return PeerView(
-            peer_id=peer.peer_id,
+        report = PeerReport(
             stage=peer.stage,
             state=peer.state,
             forward_ms=service_ms / 3.0,
             backward_ms=service_ms * 2.0 / 3.0,
             queue_ms=1000.0 * peer.queue_s(cost),
-            load_ms=1000.0 * peer.load_s(cost),
             up_bytes_per_s=peer.up_rate,
             down_bytes_per_s=peer.down_rate,
             relayed=peer.relayed,
-            expires_at=peer.record_until,
         )
+        return PeerView(peer.peer_id, report, expires_at=peer.record_until, load_s=peer.load_s(cost))
 
-    def _member(self, peer: SimPeer) -> Member:
+    def _member(self, peer: SimPeer) -> PeerCapacity:
         """A peer that is about to move is listed in its new stage, so that no other peer follows it."""
         moving = peer.target >= 0
-        return Member(
+        return PeerCapacity(
             peer_id=peer.peer_id,
             stage=peer.target if moving else peer.stage,
             speed=peer.speed,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from swarmtrain.chain.rebalancing import MoveRules
+from swarmtrain.chain.rebalancing import MoveRules, RebalanceRule
 from swarmtrain.peer.identity import CONTACT_S
 from swarmtrain.simulated.judge import excesses
 from swarmtrain.simulated.loop import Deadlock
@@ -96,7 +96,11 @@ class Director:
             self.swarm.failed(f"the director failed: {told(error)}")
 
     def _rules(self) -> MoveRules:
-        return MoveRules("capacity", 0.05, 1, 1.0, 2.0) if self.schedule.moves else MoveRules(rule="none")
+        return (
+            MoveRules(RebalanceRule.CAPACITY, 0.05, 1, 1.0, 2.0)
+            if self.schedule.moves
+            else MoveRules(rule=RebalanceRule.NONE)
+        )
 
     def _start_peer(self, name: str, stage: int, speed: float | None = None) -> None:
         self._wanted[name] = True

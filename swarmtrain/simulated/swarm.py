@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from swarmtrain.chain.rebalancing import MoveRules
+from swarmtrain.chain.rebalancing import MoveRules, RebalanceRule
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.observe.events import Event, Events, RunEnded, RunRolledBack, StepApplied
@@ -247,7 +247,7 @@ class SimulatedSwarm:
             listen=(life.machine.address,),
             page="",
             bootstrap=tuple(options.pop("bootstrap", ())),
-            moves=options.pop("moves", MoveRules(rule="none")),
+            moves=options.pop("moves", MoveRules(rule=RebalanceRule.NONE)),
             faults=self._faults(life),
             **options,
         )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rpc.helpers import until
 
-from swarmtrain.chain.dispatch import MAX_TAKEN, REST_S, Dispatcher, _Watch
+from swarmtrain.chain.dispatch import BACK_OFF_S, MAX_STOLEN, Dispatcher, _Watch
 from swarmtrain.chain.neighbours import router_options
 from swarmtrain.p2p.errors import PeerUnreachable
 from swarmtrain.route.router import Router
@@ -19,6 +19,7 @@ from swarmtrain.route.views import PeerView, Pick, StageSnapshot
 from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, Refusal
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Code, Done, Hop, Progress, Work
+from swarmtrain.wire.peer_report import PeerReport
 
 WORK = Work("run", 1, 2, 7, 3, 0, False, (), b"tokens", b"boundary")
 DONE = Done(1.5, (Hop(2, "b", "life"), Hop(3, "z", "life")), 0.0, 0.1, 0.2, b"gradient")
@@ -205,7 +206,7 @@ def test_what_went_by_because_everybody_was_busy_was_waited(waited: float) -> No
         dispatcher, node, neighbours = dispatch({})
         loop = asyncio.get_running_loop()
         neighbours.router = Router(clock=loop.time, rng=random.Random(0))
-        neighbours.router.update_peers([PeerView("a", 2), PeerView("b", 2)])
+        neighbours.router.update_peers([PeerView(name, PeerReport(2)) for name in "ab"])
         asked_s, paused_s = list[float](), list[float]()
 
         async def call(peer: str, work: Work, deadline_s: float, on_progress: Any, *, expect: type[Done]) -> Done:
@@ -277,10 +278,10 @@ def test_a_taker_that_does_nothing_does_not_get_everything(does_its_forward: boo
         for _ in range(6):
             calls.append(asyncio.create_task(dispatcher.call(WORK, deadline_s=10, check=accept)))
             await until(lambda: len(took) + sum(call.done() for call in calls) == len(calls), "it has gone somewhere")
-        assert len(took) == (6 if does_its_forward else MAX_TAKEN)
+        assert len(took) == (6 if does_its_forward else MAX_STOLEN)
         ended.set()
         await asyncio.gather(*calls)
-        assert dispatcher._given == {}
+        assert dispatcher._stolen == {}
 
     run(main())
 
@@ -295,7 +296,7 @@ def test_who_gives_away_what_was_given_is_not_asked_again() -> None:
             assert but_for_waits(await dispatcher.call(WORK, deadline_s=5, check=accept)) == DONE
             assert [peer for peer, _ in node.calls][-1] == "c"
             assert len(node.calls) <= len(liars) + 2
-            assert set(neighbours.router.rests) == {REST_S}  # whatever they say themselves
+            assert set(neighbours.router.rests) == {BACK_OFF_S}  # whatever they say themselves
 
     run(main())
 
@@ -366,9 +367,9 @@ def test_a_peer_on_a_slow_link_is_rated_by_its_link() -> None:
     assert inner.my_up_bytes_per_s == 1e6
     assert inner.bytes_out == 2 * last.bytes_out > 0.0  # two neighbours instead of one
     views = [
-        PeerView("wide", forward_ms=10.0),
-        PeerView("up", forward_ms=10.0, up_bytes_per_s=inner.bytes_out),
-        PeerView("down", forward_ms=10.0, down_bytes_per_s=inner.bytes_in),
+        PeerView("wide", PeerReport(1, forward_ms=10.0)),
+        PeerView("up", PeerReport(1, forward_ms=10.0, up_bytes_per_s=inner.bytes_out)),
+        PeerView("down", PeerReport(1, forward_ms=10.0, down_bytes_per_s=inner.bytes_in)),
     ]
     wide, *narrow = StageSnapshot(views, bytes_in=inner.bytes_in, bytes_out=inner.bytes_out).offers
     for offer in narrow:  # its link takes a second for what it sends, or receives, per microbatch

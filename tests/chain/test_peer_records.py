@@ -1,32 +1,35 @@
-"""Records of serving peers: what was announced is read, anything else is as good as absent."""
+"""Records of serving peers: what was published is read, anything else is as good as absent."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgpack
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from swarmtrain.chain.neighbours import Neighbours, PeerRecord
+from swarmtrain.chain.claim import CoordinatorRecord
+from swarmtrain.chain.neighbours import Neighbours, stage_reports
+from swarmtrain.chain.rebalancing import MoveRules, RebalanceRule
 from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.views import StageSnapshot
+from swarmtrain.wire.peer_report import PeerReport
+from swarmtrain.wire.records import pack_record, parse_record
 
-RECORD = PeerRecord("serving", 7, "life", 1.5, 2.5, 0.0, 1e6, False, ("/ip4/10.0.0.1/tcp/1/p2p/x",))
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=4),
-    max_leaves=8,
+REPORT = PeerReport(
+    2,
+    "serving",
+    "life",
+    7,
+    "digest",
+    forward_ms=1.5,
+    backward_ms=2.5,
+    up_bytes_per_s=1e6,
+    addresses=("/ip4/10.0.0.1/tcp/1/p2p/x",),
 )
-
-
-def test_what_was_announced_is_read() -> None:
-    assert PeerRecord.from_value(RECORD.as_value()) == RECORD
 
 
 def test_the_router_sees_what_was_announced_of_lines() -> None:
@@ -38,7 +41,7 @@ def test_the_router_sees_what_was_announced_of_lines() -> None:
         neighbours = Neighbours(2, cast(Any, host), cast(Any, node), cast(Any, directory), options=options)
         lines = {"free": (0.0, 0.0), "up": (1e5, 0.0), "down": (0.0, 1e5)}
         records = {
-            name: replace(RECORD, up_bytes_per_s=up, down_bytes_per_s=down).as_value()
+            name: pack_record(replace(REPORT, up_bytes_per_s=up, down_bytes_per_s=down))
             for name, (up, down) in lines.items()
         }
         found = {name: SimpleNamespace(value=value, expires_at=time.time() + 60.0) for name, value in records.items()}
@@ -51,51 +54,29 @@ def test_the_router_sees_what_was_announced_of_lines() -> None:
         assert offers[name].announced_s == pytest.approx(10.0)
 
 
-def test_a_field_that_is_missing_or_of_another_kind_voids_the_record() -> None:
-    value = RECORD.as_value()
-    for key in value:
-        without = {name: item for name, item in value.items() if name != key}
-        assert PeerRecord.from_value(without) is None, key
-    wrong: list[tuple[str, Any]] = [("s", 1), ("s", "x" * 17), ("t", "x"), ("i", None), ("f", []), ("a", 5), ("a", [5])]
-    wrong += [("t", True), ("t", 1.0), ("v", -1), ("v", 1 << 64), ("r", 1), ("p", "no"), ("a", "abc")]
-    for key, item in wrong:
-        assert PeerRecord.from_value({**value, key: item}) is None, (key, item)
+def test_only_reports_of_this_stage_count() -> None:
+    values: dict[str, object] = {
+        "good": pack_record(REPORT),
+        "elsewhere": pack_record(replace(REPORT, stage=3)),
+        "no-report": pack_record(MOVE_RULES),
+        "raw": b"x",
+        "dict": {"stage": 2},
+    }
+
+    async def lookup(topic: str) -> dict[str, Any]:
+        assert topic == "stage.2"
+        return {peer_id: SimpleNamespace(value=value) for peer_id, value in values.items()}
+
+    found = asyncio.run(stage_reports(cast(Any, SimpleNamespace(lookup=lookup)), 2))
+    assert found == {"good": REPORT}
 
 
-def test_addresses_are_bounded() -> None:
-    found = PeerRecord.from_value({**RECORD.as_value(), "a": [f"/ip4/10.0.0.{i}/tcp/1" for i in range(100)]})
-    assert found is not None
-    assert len(found.addresses) == 16
+MOVE_RULES = CoordinatorRecord(4, 10, "life", ("/ip4/10.0.0.1/tcp/1",), MoveRules(RebalanceRule.NONE, 0.3, 4, 7.0, 2.5))
 
 
-@settings(deadline=None, max_examples=150)
-@given(JSON)
-def test_any_value_is_read_or_ignored(value: object) -> None:
-    assert PeerRecord.from_value(value) is None or isinstance(value, dict)
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.sampled_from(sorted(RECORD.as_value())), JSON | st.floats(0, 1e6) | st.integers(0, 10**6))
-def test_any_value_of_a_field_is_read_as_it_is_or_voids_the_record(key: str, item: object) -> None:
-    value = {**RECORD.as_value(), key: item}
-    found = PeerRecord.from_value(value)
-    if found is None:
-        assert PeerRecord.from_value(RECORD.as_value()) is not None  # it was this field
-        return
-    for field in fields(PeerRecord):
-        read, announced = getattr(found, field.name), getattr(RECORD, field.name)
-        assert type(read) is type(announced), field.name
-        if isinstance(read, int | float):
-            assert 0 <= read < math.inf, field.name
-    unchanged = {name: each for name, each in found.as_value().items() if name != key}
-    assert unchanged == {name: each for name, each in RECORD.as_value().items() if name != key}
-    if isinstance(item, float):
-        assert found.as_value()[key] == pytest.approx(item, abs=0.5)
-    else:
-        assert found.as_value()[key] == item
-
-
-@pytest.mark.parametrize("key", ["f", "b", "q", "u", "n", "d", "w"])
-@pytest.mark.parametrize("item", [math.nan, math.inf, -math.inf, -1.0, "1", True, None, 10**400])
-def test_a_time_or_rate_that_is_none_voids_the_record(key: str, item: object) -> None:
-    assert PeerRecord.from_value({**RECORD.as_value(), key: item}) is None
+def test_the_rules_of_moving_survive_the_directory_and_nonsense_does_not() -> None:
+    packed = pack_record(MOVE_RULES)
+    assert parse_record(CoordinatorRecord, packed) == MOVE_RULES
+    for old, new in ((b"none", b"wild"), (msgpack.packb(0.3), msgpack.packb(float("nan")))):
+        assert packed.count(old) == 1
+        assert parse_record(CoordinatorRecord, packed.replace(old, new)) is None

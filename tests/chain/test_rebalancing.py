@@ -6,18 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from swarmtrain.chain.neighbours import PeerRecord
-from swarmtrain.chain.rebalancing import Costs, intent_of, intent_value, members_of, with_known_speeds
+from swarmtrain.chain.rebalancing import Costs, MoveIntent, intent_of, members_of, with_known_speeds
 from swarmtrain.route.moves import Intent
-from swarmtrain.route.rebalance import Member, plan_moves
+from swarmtrain.route.rebalance import PeerCapacity, plan_moves
 from swarmtrain.run.presets import preset
+from swarmtrain.wire.peer_report import PeerReport
+from swarmtrain.wire.records import pack_record
 
-RECORD = PeerRecord("serving", 7, "life", 100.0, 100.0, 0.0, 0.0, False, ("/ip4/10.0.0.1/tcp/1",), served_s=90.0)
+REPORT = PeerReport(0, "serving", "life", 7, forward_ms=100.0, backward_ms=100.0, served_s=90.0)
 COSTS = Costs((1.0, 2.0), boundary_bytes=1000.0)
 
 
 def test_a_speed_in_one_stage_says_what_a_peer_is_worth_in_another() -> None:
-    (cheap, costly) = members_of([{"a": RECORD}, {"b": RECORD}], COSTS, now=100.0)
+    (cheap, costly) = members_of([{"a": REPORT}, {"b": REPORT}], COSTS, now=100.0)
     assert cheap.rate(1.0) == pytest.approx(5.0)
     assert cheap.rate(2.0) == pytest.approx(2.5)
     assert costly.rate(2.0) == pytest.approx(5.0), "as fast in the stage that costs twice as much"
@@ -25,8 +26,8 @@ def test_a_speed_in_one_stage_says_what_a_peer_is_worth_in_another() -> None:
 
 
 def test_of_two_records_of_one_peer_the_newer_seat_counts() -> None:
-    moved = replace(RECORD, assignment=2)
-    former = replace(RECORD, assignment=1, state="draining")
+    moved = replace(REPORT, assignment=2)
+    former = replace(REPORT, assignment=1, state="draining")
     for records in ([{"a": former}, {"a": moved}], [{"a": moved}, {"a": former}]):
         (member,) = members_of(records, COSTS, now=0.0)
         assert member.state == "serving"
@@ -34,36 +35,36 @@ def test_of_two_records_of_one_peer_the_newer_seat_counts() -> None:
 
 
 def test_who_has_not_computed_yet_counts_as_usual() -> None:
-    fresh = replace(RECORD, forward_ms=0.0, backward_ms=0.0)
-    members = members_of([{"a": RECORD, "b": fresh}, {}], COSTS, now=0.0)
+    fresh = replace(REPORT, forward_ms=0.0, backward_ms=0.0)
+    members = members_of([{"a": REPORT, "b": fresh}, {}], COSTS, now=0.0)
     assert {member.speed for member in members} == {5.0}
-    assert with_known_speeds([Member("a", 0, 0.0)])[0].speed == 1.0
+    assert with_known_speeds([PeerCapacity("a", 0, 0.0)])[0].speed == 1.0
 
 
 @pytest.mark.parametrize(("up", "down"), [(2000.0, 0.0), (0.0, 2000.0), (2000.0, 9000.0), (9000.0, 2000.0)])
 def test_the_narrower_announced_link_limits_what_a_peer_is_worth(up: float, down: float) -> None:
-    (free,) = members_of([{"a": RECORD}, {}], COSTS, now=0.0)
-    capped = replace(RECORD, up_bytes_per_s=up, down_bytes_per_s=down)
+    (free,) = members_of([{"a": REPORT}, {}], COSTS, now=0.0)
+    capped = replace(REPORT, up_bytes_per_s=up, down_bytes_per_s=down)
     (member,) = members_of([{"a": capped}, {}], COSTS, now=0.0)
     assert member.rate(1.0) == pytest.approx(1.0)
     assert free.rate(1.0) > 4.0
 
 
 def test_pinned_peers_stay_and_others_go() -> None:
-    crowd = dict.fromkeys("abcd", RECORD)
-    members = members_of([crowd, {"e": RECORD}], COSTS, now=1000.0)
+    crowd = dict.fromkeys("abcd", REPORT)
+    members = members_of([crowd, {"e": REPORT}], COSTS, now=1000.0)
     (move,) = plan_moves(members, (1.0, 1.0), 1000.0)
     assert (move.source, move.target) == (0, 1)
-    pinned = {name: replace(RECORD, pinned=True) for name in "abcd"}
-    assert plan_moves(members_of([pinned, {"e": RECORD}], COSTS, now=1000.0), (1.0, 1.0), 1000.0) == []
+    pinned = {name: replace(REPORT, pinned=True) for name in "abcd"}
+    assert plan_moves(members_of([pinned, {"e": REPORT}], COSTS, now=1000.0), (1.0, 1.0), 1000.0) == []
 
 
 def test_intents_survive_the_directory_and_nonsense_does_not() -> None:
     intent = Intent("a", 0, 3, 0.5)
-    assert intent_of("a", intent_value(intent)) == intent
-    assert intent_of("a", intent_value(replace(intent, gain=float("inf")))) is not None
-    nan = float("nan")
-    for value in (None, b"", {}, {"f": "0", "t": 1, "g": 1}, {"f": 0, "t": 0, "g": 1.0}, {"f": 0, "t": 1, "g": nan}):
+    assert intent_of("a", pack_record(MoveIntent.of(intent))) == intent
+    assert intent_of("a", pack_record(MoveIntent.of(replace(intent, gain=float("inf"))))) is not None
+    assert intent_of("a", pack_record(MoveIntent(2, 2))) is None  # it was withdrawn
+    for value in (None, b"", {}, {"source": 0, "target": 1}, pack_record(REPORT)):
         assert intent_of("a", value) is None
 
 

@@ -20,7 +20,9 @@ from swarmtrain.observe.events import Event, Events, PeerLost
 from swarmtrain.rpc.errors import CallRefused, LinkClosed
 from swarmtrain.wire.messages import Applied, Apply, Code, Heartbeat, Prepared
 
-SIGN = Heartbeat("run", 0, "serving", "1", 3, "d3", 0.0, 0.0, 0.0, 0.0, "", "")
+from .contexts import changed, heartbeat
+
+SIGN = heartbeat(0, "serving", "1", 3, "d3")
 DECISION = Decision(3, 1, 1.0, 1.0, 1.0, 0.1, (("sum", 1.0),), {0: {("a", "1"): [0]}}, {0: 1.0})
 
 Answer = Callable[[Apply], Applied]
@@ -77,7 +79,7 @@ class Swarm:
 
     async def hear(self, heard: Prepared) -> tuple[int, str]:
         """The decision is carried out with a newcomer that heard this reduction, and then says that it serves."""
-        newcomer = self.heartbeat(replace(SIGN, state="syncing"))
+        newcomer = self.heartbeat(changed(SIGN, state="syncing"))
         self.context.decided = DECISION
         listener: asyncio.Task[object] = asyncio.create_task(asyncio.sleep(0, heard))
         other = replace(newcomer, peer_id="b")
@@ -87,7 +89,7 @@ class Swarm:
         await self.applies.carry_out(DECISION, [prepared], checkpoint=False)
         await asyncio.gather(*self.context.background)
         member = self.heartbeat(SIGN)  # sent before it applied the step
-        return member.step, member.state_digest
+        return member.step, member.report.state_digest
 
 
 def cut(request: Apply) -> Applied:
@@ -110,10 +112,10 @@ async def shows_up(swarm: Swarm, sign: Heartbeat) -> None:
 def test_an_answer_that_was_lost_is_made_good_by_a_sign_of_life(tmp_path: Path) -> None:
     async def main() -> StepResult:
         swarm = Swarm(tmp_path, cut)
-        swarm.context.prepared = frozenset({("a", SIGN.incarnation)})
+        swarm.context.prepared = frozenset({("a", SIGN.report.incarnation)})
         task = await swarm.carry_out()
         assert not task.done()
-        await shows_up(swarm, replace(SIGN, step=4, state_digest="d4"))
+        await shows_up(swarm, changed(SIGN, step=4, state_digest="d4"))
         return await task
 
     assert asyncio.run(main()).state_digests == ("d4",)
@@ -168,7 +170,7 @@ async def stands_still(swarm: Swarm, sign: Heartbeat, num_signs: int = 3) -> Non
 def test_a_resting_peer_that_a_step_was_done_without_is_told_once_and_not_lost(tmp_path: Path, state: str) -> None:
     async def main() -> None:
         swarm = Swarm(tmp_path, *[unprepared] * 4)
-        await stands_still(swarm, replace(SIGN, state=state))
+        await stands_still(swarm, changed(SIGN, state=state))
         assert swarm.num_told == 1
         assert lost(swarm) == []
         member = swarm.context.members.get("a")
@@ -184,8 +186,8 @@ def test_a_resting_peer_that_a_step_was_done_without_is_told_once_and_not_lost(t
 def test_a_resting_peer_that_holds_the_sum_is_told_until_it_has_applied(tmp_path: Path, state: str) -> None:
     async def main() -> None:
         swarm = Swarm(tmp_path, cut, applied)
-        await stands_still(swarm, replace(SIGN, state=state), num_signs=2)
-        await stands_still(swarm, replace(SIGN, state=state, step=4, state_digest="d4"))
+        await stands_still(swarm, changed(SIGN, state=state), num_signs=2)
+        await stands_still(swarm, changed(SIGN, state=state, step=4, state_digest="d4"))
         assert swarm.num_told == 2
         assert lost(swarm) == []
 
@@ -196,8 +198,8 @@ def test_a_resting_peer_that_holds_the_sum_is_told_until_it_has_applied(tmp_path
 def test_a_peer_of_the_roster_that_has_no_sum_is_lost_and_that_is_told_once(tmp_path: Path, state: str) -> None:
     async def main() -> None:
         swarm = Swarm(tmp_path, *[unprepared] * 3)
-        swarm.context.prepared = frozenset({("a", SIGN.incarnation)})
-        await stands_still(swarm, replace(SIGN, state=state))
+        swarm.context.prepared = frozenset({("a", SIGN.report.incarnation)})
+        await stands_still(swarm, changed(SIGN, state=state))
         assert swarm.num_told == 1
         assert lost(swarm) == ["cannot apply step 3: unprepared"]
 

@@ -9,8 +9,9 @@ from swarmtrain.coordinator.members import Member
 from swarmtrain.p2p.errors import NetError
 from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.wire.messages import Prepared, Unprepared
+from swarmtrain.wire.peer_report import PeerReport
 
-MEMBER = Member("a", "1", 0, "serving", 3, "", 0.0, 0.0, 0.0, "", 0.0)
+MEMBER = Member("a", PeerReport(0, "serving", "1", 3), seen_at=0.0)
 A, B, C = (replace(MEMBER, peer_id=name) for name in "abc")
 GOOD = Prepared(1.0, "x")
 

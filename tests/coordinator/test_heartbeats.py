@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,10 +16,11 @@ from swarmtrain.coordinator.heartbeats import Heartbeats
 from swarmtrain.observe.events import Events
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import STALLED, Code, Directive, FetchRun, Heartbeat, Hop, SeekStage
+from swarmtrain.wire.messages import Code, Directive, FetchRun, Hop, SeekStage
+from swarmtrain.wire.peer_report import STALLED
 from swarmtrain.wire.schema import encode
 
-from .contexts import bare_context
+from .contexts import bare_context, changed, heartbeat
 
 
 @pytest.mark.parametrize(("digest", "directive"), [("d3", Directive.SERVE), ("another", Directive.WAIT)])
@@ -29,7 +29,7 @@ def test_who_is_told_to_serve_counts_at_once_and_who_is_not_does_not(digest: str
         manifest = preset("nano")
         stages = [StageBook("d3") for _ in range(manifest.stages.count)]
         context = bare_context(manifest, step=3, stages=stages)
-        sign = Heartbeat("run", 1, "syncing", "1", 3, digest, 0.0, 0.0, 0.0, 0.0, "", "")
+        sign = heartbeat(1, "syncing", "1", 3, digest)
         answer = await Heartbeats(context, lambda member: None).heartbeat(sign, "p")
         return answer.directive, context.members.counts(Hop(1, "p", "1"))
 
@@ -38,7 +38,7 @@ def test_who_is_told_to_serve_counts_at_once_and_who_is_not_does_not(digest: str
 
 @pytest.mark.parametrize(
     "message",
-    [Heartbeat("run", 1, "serving", "1", 3, "", 0.0, 0.0, 0.0, 0.0, "", ""), FetchRun("run"), SeekStage("run", (0,))],
+    [heartbeat(1, "serving", "1", 3, ""), FetchRun("run"), SeekStage("run", (0,))],
     ids=["heartbeat", "fetch_run", "seek_stage"],
 )
 def test_a_coordinator_that_is_still_starting_says_so_and_when_to_ask_again(message: Any, tmp_path: Path) -> None:
@@ -61,10 +61,10 @@ def test_a_peer_whose_device_hangs_does_not_count_and_gives_up_its_work_if_other
         manifest = preset("nano")
         context = bare_context(manifest, step=3, stages=[StageBook("d3") for _ in range(manifest.stages.count)])
         heartbeats = Heartbeats(context, lambda member: None)
-        sign = Heartbeat("run", 1, "serving", "1", 3, "d3", 0.0, 0.0, 0.0, 0.0, "", "")
+        sign = heartbeat(1, "serving", "1", 3, "d3")
         for peer in ["p", *(f"other{i}" for i in range(others))]:
             assert (await heartbeats.heartbeat(sign, peer)).directive is Directive.SERVE
-        answer = await heartbeats.heartbeat(replace(sign, state=STALLED), "p")
+        answer = await heartbeats.heartbeat(changed(sign, state=STALLED), "p")
         assert answer.directive is directive
         assert not context.members.counts(Hop(1, "p", "1"))
         assert (await heartbeats.heartbeat(sign, "p")).directive is Directive.SERVE
@@ -82,7 +82,7 @@ def test_a_verdict_says_in_fields_what_keeps_work_from_a_serving_peer(is_banned:
         stages = [StageBook("d3") for _ in range(manifest.stages.count)]
         context = bare_context(manifest, step=3, stages=stages, dispatcher=cast(Any, dispatcher))
         context.waits_for = Wait.for_peers(range(2, 1000))
-        sign = Heartbeat("run", 0, "serving", "1", 3, "d3", 0.0, 0.0, 0.0, 0.0, "", "")
+        sign = heartbeat(0, "serving", "1", 3, "d3")
         verdict = await Heartbeats(context, lambda member: None).heartbeat(sign, "p")
         encode(verdict)
         assert verdict.is_banned is is_banned
@@ -101,7 +101,7 @@ def test_a_verdict_can_be_told_however_many_replicas_keep_the_state(num_replicas
         context = bare_context(manifest, step=3, stages=[StageBook("d3") for _ in range(manifest.stages.count)])
         context.stages[1].snapshot = StateOffer(3, "d3", donors)
         heartbeats = Heartbeats(context, lambda member: None)
-        sign = Heartbeat("run", 1, "syncing", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "")
+        sign = heartbeat(1, "syncing", "1", 0, "")
         await heartbeats.heartbeat(sign, "p")
         context.members.listen(1, 3)
         told = [await heartbeats.heartbeat(sign, "p") for _ in range(20)]

@@ -18,12 +18,11 @@ from swarmtrain.errors import StorageError
 from swarmtrain.observe.events import Event, RunResumes, RunWaits, StepApplied
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Heartbeat
 
-from .contexts import bare_context
+from .contexts import bare_context, heartbeat
 
 MANIFEST = preset("nano", ["stages.count=1", "schedule.steps=5", "schedule.warmup_steps=1"])
-SIGN = Heartbeat("run", 0, "serving", "1", 5, "d", 0.0, 0.0, 0.0, 0.0, "", "")
+SIGN = heartbeat(0, "serving", "1", 5, "d")
 
 
 def full_disk() -> StorageError:

@@ -19,10 +19,11 @@ from swarmtrain.route.router import Router
 from swarmtrain.route.views import PeerView
 from swarmtrain.rpc.errors import CallRefused, Refusal
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Code, Done, Heartbeat, Hop, Progress, Work
+from swarmtrain.wire.messages import Code, Done, Hop, Progress, Work
+from swarmtrain.wire.peer_report import PeerReport
 from swarmtrain.wire.schema import Message
 
-from .contexts import bare_context
+from .contexts import bare_context, heartbeat
 
 NUM_MICROBATCHES = 120
 NUM_STAGES = 2
@@ -78,7 +79,7 @@ def leases_over(pipeline: Pipeline | Dispatcher, num_peers: int) -> Leases:
     sampler = SimpleNamespace(microbatch=lambda step, index: np.zeros((1, 2)))
     context = bare_context(manifest, dispatcher=pipeline, sampler=sampler)
     for number in range(num_peers):
-        sign = Heartbeat("run", number % NUM_STAGES, "serving", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "")
+        sign = heartbeat(number % NUM_STAGES, "serving", "1", 0, "")
         context.members.heartbeat(f"p{number}", sign, 0.0)
     return Leases(context)
 
@@ -117,7 +118,7 @@ def test_time_in_which_everybody_is_busy_is_no_distance() -> None:
     async def main() -> tuple[Full, int]:
         loop = asyncio.get_running_loop()
         node, router = Full(0.005, 0.0), Router(clock=loop.time, rng=random.Random(0))
-        router.update_peers([PeerView("only")])
+        router.update_peers([PeerView("only", PeerReport(0))])
         neighbours = SimpleNamespace(router=router, wait_for_news=asyncio.sleep, observe_link=lambda peer_id: None)
         leases = leases_over(Dispatcher(cast(Any, node), cast(Any, neighbours)), num_peers=3)
         await leases.run(0, StepBooks(NUM_STAGES, NUM_MICROBATCHES))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +11,11 @@ from swarmtrain.reduce.partition import owned_elements
 from swarmtrain.route.views import MIN_RATE
 from swarmtrain.wire.messages import Heartbeat, Hop
 
+from .contexts import changed, heartbeat
+
 
 def sign(*, life: str = "a", stage: int = 0, state: str = "serving", step: int = 0, digest: str = "") -> Heartbeat:
-    return Heartbeat("run", stage, state, life, step, digest, 1.0, 2.0, 0.0, 0.0, "name", "0")
+    return heartbeat(stage, state, life, step, digest)
 
 
 def test_a_sign_of_life_makes_a_member_and_silence_ends_it() -> None:
@@ -32,14 +32,14 @@ def test_announced_rates_are_taken_as_they_are_and_never_too_small_to_reckon_wit
     announced: float, taken: float
 ) -> None:
     members = Members()
-    members.heartbeat("p", replace(sign(), up_bytes_per_s=announced, down_bytes_per_s=3e6), now=0.0)
-    members.heartbeat("q", replace(sign(), up_bytes_per_s=3e6, down_bytes_per_s=announced), now=0.0)
+    members.heartbeat("p", changed(sign(), up_bytes_per_s=announced, down_bytes_per_s=3e6), now=0.0)
+    members.heartbeat("q", changed(sign(), up_bytes_per_s=3e6, down_bytes_per_s=announced), now=0.0)
     p, q = members.get("p"), members.get("q")
     assert p is not None
     assert q is not None
-    assert (p.up_bytes_per_s, p.down_bytes_per_s) == (taken, 3e6)
-    assert (q.up_bytes_per_s, q.down_bytes_per_s) == (3e6, taken)
-    assert sum(owned_elements(1000, [(item.up_bytes_per_s, item.down_bytes_per_s) for item in (p, q)])) == 1000
+    assert p.rates == (taken, 3e6)
+    assert q.rates == (3e6, taken)
+    assert sum(owned_elements(1000, [item.rates for item in (p, q)])) == 1000
 
 
 def test_a_restart_is_noticed_and_so_is_another_stage() -> None:
@@ -47,7 +47,7 @@ def test_a_restart_is_noticed_and_so_is_another_stage() -> None:
     members.heartbeat("p", sign(life="a"), now=0.0)
     former = members.heartbeat("p", sign(life="b"), now=1.0)
     assert former is not None
-    assert former.incarnation == "a"
+    assert former.report.incarnation == "a"
     former = members.heartbeat("p", sign(life="b", stage=2), now=2.0)
     assert former is not None
     assert former.stage == 0
@@ -87,7 +87,7 @@ def test_a_sign_that_crossed_an_apply_does_not_take_a_serving_peer_back(before: 
     members.heartbeat("p", sign(step=3, digest="x"), now=1.0)
     member = members.get("p")
     assert member is not None
-    assert (member.step, member.state_digest) == (4, "y")
+    assert (member.step, member.report.state_digest) == (4, "y")
 
 
 def test_who_syncs_is_believed_when_it_says_that_it_is_behind() -> None:
@@ -133,7 +133,7 @@ def test_only_those_who_wait_for_a_state_listen_and_each_from_its_own_step() -> 
     members.listen(0, 5)
     members.heartbeat("later", sign(state="syncing"), now=1.0)
     members.listen(0, 7)
-    assert {m.peer_id: m.listening_from for m in members.everybody()} == {"waiting": 5, "serving": None, "later": 7}
+    assert {m.peer_id: m.listening_from for m in members.all()} == {"waiting": 5, "serving": None, "later": 7}
     members.heartbeat("waiting", sign(state="syncing"), now=2.0)  # a heartbeat keeps it
     assert members.get("waiting").listening_from == 5  # type: ignore[union-attr]
     members.heartbeat("waiting", sign(), now=3.0)  # one who serves listens no more
@@ -157,7 +157,7 @@ def test_the_excluded_are_remembered_within_bounds() -> None:
         members.heartbeat(f"p{number}", sign(), now=0.0)
         members.remove(f"p{number}", excluded_at=0)
     assert len(members._excluded) == MAX_EXCLUDED
-    assert members.everybody() == []
+    assert members.all() == []
 
 
 @settings(deadline=None, max_examples=60)
@@ -167,7 +167,7 @@ def test_every_peer_is_in_one_place_at_a_time(signs: list[tuple[int, int, str]])
     for time, (peer, stage, state) in enumerate(signs):
         members.heartbeat(f"p{peer}", sign(stage=stage, state=state), now=float(time))
     last = {f"p{peer}": (stage, state) for peer, stage, state in signs}
-    assert {m.peer_id: (m.stage, m.state) for m in members.everybody()} == last
+    assert {m.peer_id: (m.stage, m.state) for m in members.all()} == last
     for stage in range(3):
         found = members.of_stage(stage, "serving")
         assert [m.peer_id for m in found] == sorted(p for p, place in last.items() if place == (stage, "serving"))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.chain.rebalancing import MoveRules
+from swarmtrain.chain.rebalancing import MoveRules, RebalanceRule
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import AskMove, Heartbeat, SeekStage
+from swarmtrain.wire.messages import AskMove, SeekStage
 
-from .contexts import bare_context
+from .contexts import bare_context, changed, heartbeat
 
 NUM_STAGES = 3
 EVEN = [
@@ -30,7 +29,7 @@ EVEN = [
     "model.num_kv_heads=2",
 ]
 MANIFEST = preset("nano", EVEN)
-SIGN = Heartbeat("run", 0, "serving", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "", assignment=1)
+SIGN = heartbeat(0, "serving", "1", 0, "", assignment=1)
 RULES = MoveRules(min_left=1, min_gain=0.1)
 
 
@@ -38,8 +37,8 @@ def make(rules: MoveRules = RULES) -> Moves:
     return Moves(bare_context(MANIFEST), rules)
 
 
-def heartbeat(moves: Moves, peer_id: str, stage: int, *, state: str = "serving", assignment: int = 1) -> None:
-    moves._context.members.heartbeat(peer_id, replace(SIGN, stage=stage, state=state, assignment=assignment), 0.0)
+def shows_up(moves: Moves, peer_id: str, stage: int, *, state: str = "serving", assignment: int = 1) -> None:
+    moves._context.members.heartbeat(peer_id, changed(SIGN, stage=stage, state=state, assignment=assignment), 0.0)
 
 
 def seek(moves: Moves, peer_id: str, *stages: int) -> int:
@@ -58,7 +57,7 @@ def test_newcomers_who_come_all_at_once_are_spread() -> None:
 def test_a_newcomer_goes_to_the_weakest_stage_that_it_can_host() -> None:
     moves = make()
     for peer_id, stage in (("a", 0), ("b", 1), ("c", 1)):
-        heartbeat(moves, peer_id, stage)
+        shows_up(moves, peer_id, stage)
     assert seek(moves, "d") == 2
     assert seek(moves, "e", 0, 1) == 0
     with pytest.raises(Refusal):
@@ -70,7 +69,7 @@ def test_a_stage_whose_peer_has_a_narrow_line_needs_help_first(line: str) -> Non
     moves = make()
     for stage, rate in enumerate((1e9, 1e4, 1e9)):
         announced: dict[str, Any] = {line: rate}
-        sign = replace(SIGN, stage=stage, forward_ms=10.0, backward_ms=20.0, **announced)
+        sign = changed(SIGN, stage=stage, forward_ms=10.0, backward_ms=20.0, **announced)
         moves._context.members.heartbeat(f"p{stage}", sign, 0.0)
     assert seek(moves, "new") == 1
 
@@ -78,7 +77,7 @@ def test_a_stage_whose_peer_has_a_narrow_line_needs_help_first(line: str) -> Non
 def test_only_one_of_two_gets_permission_for_the_same_gap() -> None:
     moves = make()
     for peer_id, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1), ("e", 1), ("f", 2)):
-        heartbeat(moves, peer_id, stage)
+        shows_up(moves, peer_id, stage)
     assert ask(moves, "a", 0, 2)
     assert not ask(moves, "b", 0, 2), "the first one is on its way"
     assert ask(moves, "a", 0, 2), "asked twice, answered alike"
@@ -87,21 +86,21 @@ def test_only_one_of_two_gets_permission_for_the_same_gap() -> None:
 def test_a_mover_counts_where_it_goes_until_it_is_there() -> None:
     moves = make()
     for peer_id, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1), ("e", 1), ("f", 2)):
-        heartbeat(moves, peer_id, stage)
+        shows_up(moves, peer_id, stage)
     assert ask(moves, "a", 0, 2)
     moves._context.members.remove("a")  # it has said goodbye to its old stage
     assert not ask(moves, "b", 0, 2)
     assert seek(moves, "g") == 0, "two are left in stage 0, the others have two"
-    heartbeat(moves, "a", 2, state="syncing", assignment=2)
+    shows_up(moves, "a", 2, state="syncing", assignment=2)
     assert not ask(moves, "b", 0, 2)
-    heartbeat(moves, "a", 2, assignment=2)
+    shows_up(moves, "a", 2, assignment=2)
     assert not ask(moves, "b", 0, 2)
 
 
 def test_a_dead_peer_is_no_reason_to_stay_or_to_go() -> None:
     moves = make()
     for peer_id, stage in (("a", 0), ("b", 0), ("d", 1), ("e", 1), ("f", 2), ("g", 2)):
-        heartbeat(moves, peer_id, stage)
+        shows_up(moves, peer_id, stage)
     assert not ask(moves, "a", 0, 2)
     for gone in ("f", "b"):
         moves._context.members.remove(gone)
@@ -110,9 +109,9 @@ def test_a_dead_peer_is_no_reason_to_stay_or_to_go() -> None:
 
 
 def test_a_run_that_does_not_rebalance_refuses() -> None:
-    moves = make(MoveRules("none"))
+    moves = make(MoveRules(RebalanceRule.NONE))
     for peer_id in "abc":
-        heartbeat(moves, peer_id, 0)
+        shows_up(moves, peer_id, 0)
     assert not ask(moves, "a", 0, 2)
 
 
@@ -129,21 +128,14 @@ def test_whatever_is_asked_no_stage_loses_its_last_peer(
     where, assignments = dict(enumerate(stages)), dict.fromkeys(range(8), 1)
     leaving: dict[int, int] = {}
     for number, stage in where.items():
-        heartbeat(moves, str(number), stage)
+        shows_up(moves, str(number), stage)
     for number, target, arrives in requests:
         if number in leaving:
             if arrives:
                 where[number] = leaving.pop(number)
                 assignments[number] += 1
-                heartbeat(moves, str(number), where[number], assignment=assignments[number])
+                shows_up(moves, str(number), where[number], assignment=assignments[number])
         elif ask(moves, str(number), where[number], target, assignments[number]):
             leaving[number] = target
         staying = Counter(stage for peer, stage in where.items() if peer not in leaving)
         assert all(staying[stage] >= 1 for stage in set(stages))
-
-
-def test_rules_survive_the_directory_and_nonsense_does_not() -> None:
-    rules = MoveRules("none", 0.3, 4, 7.0, 2.5)
-    assert MoveRules.from_value(rules.as_value()) == rules
-    for nonsense in (None, [], ["capacity"], ["wild", 0.1, 1, 1, 1], ["capacity", float("nan"), 1, 1, 1], {"rule": 1}):
-        assert MoveRules.from_value(nonsense) is None

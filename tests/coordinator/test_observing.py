@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +13,8 @@ from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.observe.events import Events
 from swarmtrain.rpc.errors import LinkClosed
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Heartbeat
 
-from .contexts import bare_context
+from .contexts import bare_context, heartbeat
 
 
 def test_doubts_about_peers_that_never_return_are_forgotten() -> None:
@@ -27,9 +27,7 @@ def test_doubts_about_peers_that_never_return_are_forgotten() -> None:
         observer = RunObserver(context, missing, missing, invite="", refused={})
         for number in range(50):
             peer = f"peer{number}"
-            context.members.heartbeat(
-                peer, Heartbeat("run", 1, "serving", "1", 3, "d", 0.0, 0.0, 0.0, 0.0, "", ""), 0.0
-            )
+            context.members.heartbeat(peer, heartbeat(1, "serving", "1", 3, "d"), 0.0)
             observer.link_closed(peer, LinkClosed("it is gone"))
             if number < 49:
                 context.members.remove(peer)
@@ -40,18 +38,18 @@ def test_doubts_about_peers_that_never_return_are_forgotten() -> None:
 
 def test_contributors_that_left_keep_their_names_and_those_who_are_here_say_theirs() -> None:
     context = bare_context(preset("nano"))
-    context.members.heartbeat("here", Heartbeat("run", 1, "serving", "1", 3, "d", 0.0, 0.0, 0.0, 0.0, "new", ""), 0.0)
+    context.members.heartbeat("here", replace(heartbeat(1), name="new"), 0.0)
     context.tally.resume({"here": 5, "gone": 7, "nameless": 1})
     context.tally.names = {"here": "old", "gone": "otto"}
     missing = cast(Any, None)
     observer = RunObserver(context, missing, missing, invite="", refused={})
-    found = {item["peer"]: (item["name"], item["here"]) for item in observer._contributors(context.members.everybody())}
+    found = {item["peer"]: (item["name"], item["here"]) for item in observer._contributors(context.members.all())}
     assert found == {"here": ("new", True), "gone": ("otto", False), "nameless": ("", False)}
     assert context.tally.names["here"] == "old"  # what the journal has: the new name is written with the next step
 
 
 def test_a_broken_link_is_in_doubt_until_the_next_sign_of_life() -> None:
-    sign = Heartbeat("run", 0, "serving", "1", 3, "d", 0.0, 0.0, 0.0, 0.0, "", "")
+    sign = heartbeat(0, "serving", "1", 3, "d")
 
     async def main() -> list[float | None]:
         daemon = CoordinatorDaemon(CoordinatorOptions(preset("nano"), Path()), Events(), cast(Any, None))

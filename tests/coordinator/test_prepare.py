@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -15,10 +14,10 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.heartbeats import Heartbeats
 from swarmtrain.coordinator.prepare import MAX_LISTENERS, PreparedStage, Preparer
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Directive, Heartbeat, Hop, Prepare, Prepared
+from swarmtrain.wire.messages import Directive, Hop, Prepare, Prepared
 from swarmtrain.wire.schema import encode
 
-from .contexts import bare_context
+from .contexts import bare_context, changed, heartbeat
 
 STAGE = 1
 
@@ -39,8 +38,8 @@ class Peers:
         return Prepared(1.0, "sum", "")
 
     async def heartbeat(self, peer_id: str, state: str, **changes: Any) -> Directive:
-        sign = Heartbeat("run", STAGE, state, "1", self.context.step, "digest", 0.0, 0.0, 0.0, 0.0, "", "")
-        sign = replace(sign, **changes)
+        sign = heartbeat(STAGE, state, "1", self.context.step, "digest")
+        sign = changed(sign, **changes)
         return (await Heartbeats(self.context, lambda member: None).heartbeat(sign, peer_id)).directive
 
     def answer(self, peer_id: str, *microbatches: int) -> None:
@@ -127,7 +126,7 @@ def test_the_work_of_a_peer_that_was_not_told_to_serve_is_nobodys() -> None:
     async def main() -> None:
         peers = Peers(step=3)
         await peers.heartbeat("old", "serving")
-        sign = Heartbeat("run", STAGE, "joining", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "", "")
+        sign = heartbeat(STAGE, "joining", "1", 0, "")
         answer = await Heartbeats(peers.context, lambda member: None).heartbeat(sign, "new")
         assert answer.directive is not Directive.SERVE
         peers.answer("new", 0, 1)

@@ -10,18 +10,24 @@ from typing import Any, cast
 
 import pytest
 
-from swarmtrain.chain.claim import Claim
-from swarmtrain.chain.neighbours import PeerRecord
+from swarmtrain.chain.claim import Claim, CoordinatorRecord
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.coordinator.journal import Journal
 from swarmtrain.coordinator.split_brain import Known, StaleJournal, Superseded, check_running, next_term
 from swarmtrain.observe.events import Events
 from swarmtrain.p2p.errors import NetError
 from swarmtrain.run.presets import preset
+from swarmtrain.wire.peer_report import PeerReport
+from swarmtrain.wire.records import pack_record
 
 OWN = "m"
 HOST = cast(Any, SimpleNamespace(peer_id=OWN))
-Records = dict[str, dict[str, Any]]
+Records = dict[str, bytes]
+
+
+def coordinator(term: int, step: int = 0, life: str = "") -> bytes:
+    """A coordinator's record."""
+    return pack_record(CoordinatorRecord(term, step, life))
 
 
 class Listed:
@@ -52,7 +58,7 @@ def test_a_coordinator_does_not_start_beside_one_that_has_its_term_and_takes_non
     daemon = daemon_in(tmp_path)
     for _ in range(2):  # nor by trying again
         with pytest.raises(Superseded):
-            asyncio.run(daemon._take_term(cast(Any, Listed({rival: {"t": term, "s": 0}})), HOST))
+            asyncio.run(daemon._take_term(cast(Any, Listed({rival: coordinator(term, 0)})), HOST))
     assert daemon.journal.get("term") == "3"
 
 
@@ -74,9 +80,11 @@ def test_a_journal_is_an_old_copy_if_those_who_know_are_further(
     async def lookup(topic: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for where, peer, term, step in listed:
-            record = PeerRecord("serving", step, "life", 1.0, 1.0, 0.0, 0.0, False, (), state_term=term)
-            if where == topic:
-                values[peer] = {"t": term, "s": step, "l": "x"} if where == "coordinator" else record.as_value()
+            if where == topic == "coordinator":
+                values[peer] = coordinator(term, step, "x")
+            elif where == topic:
+                stage = int(where[-1])
+                values[peer] = pack_record(PeerReport(stage, "serving", "life", step, state_term=term))
         return {peer: SimpleNamespace(value=value) for peer, value in values.items()}
 
     directory = cast(Any, SimpleNamespace(lookup=lookup))
@@ -89,12 +97,12 @@ def test_a_journal_is_an_old_copy_if_those_who_know_are_further(
 
 
 def test_a_coordinator_takes_the_run_back_from_an_old_copy_of_its_journal() -> None:
-    listed = Listed({"x": {"t": 4, "s": 9}, OWN: {"t": 3, "s": 10}})
+    listed = Listed({"x": coordinator(4, 9), OWN: coordinator(3, 10)})
     assert asyncio.run(next_term(cast(Any, listed), Claim(4, 10, OWN), Known(3, 10), num_stages=0)) == 5
 
 
 @pytest.mark.parametrize(
-    "records", [{}, {OWN: {"t": 3, "l": "former"}}, {"x": {"t": 3}}, {"x": {"t": "9"}}, {"x": b"9"}, None]
+    "records", [{}, {OWN: coordinator(3, 0, "former")}, {"x": coordinator(3)}, {"x": {"term": 9}}, {"x": b"9"}, None]
 )
 def test_former_terms_and_its_own_former_life_do_not_keep_a_coordinator_from_starting(
     tmp_path: Path, records: Any
@@ -107,17 +115,17 @@ def test_former_terms_and_its_own_former_life_do_not_keep_a_coordinator_from_sta
 @pytest.mark.parametrize(
     ("records", "yields"),
     [
-        ({"x": {"t": 5, "s": 0}}, True),
-        ({"x": {"t": 4, "s": 8}}, True),  # the same term, further
-        ({"x": {"t": 4, "s": 7}}, True),  # as far: one of them must go
-        ({"a": {"t": 4, "s": 7}}, False),
-        ({"x": {"t": 4, "s": 6}}, False),
-        ({"x": {"t": 3, "s": 99}}, False),
+        ({"x": coordinator(5, 0)}, True),
+        ({"x": coordinator(4, 8)}, True),  # the same term, further
+        ({"x": coordinator(4, 7)}, True),  # as far: one of them must go
+        ({"a": coordinator(4, 7)}, False),
+        ({"x": coordinator(4, 6)}, False),
+        ({"x": coordinator(3, 99)}, False),
         (None, False),
-        ({OWN: {"t": 5, "s": 0, "l": "b"}}, True),  # another process with this identity
-        ({OWN: {"t": 4, "s": 7, "l": "b"}}, True),
-        ({OWN: {"t": 4, "s": 7, "l": ""}}, False),
-        ({OWN: {"t": 5, "s": 9, "l": "a"}}, False),  # its own, whatever it says
+        ({OWN: coordinator(5, 0, "b")}, True),  # another process with this identity
+        ({OWN: coordinator(4, 7, "b")}, True),
+        ({OWN: coordinator(4, 7, "")}, False),
+        ({OWN: coordinator(5, 9, "a")}, False),  # its own, whatever it says
     ],
 )
 def test_of_two_that_run_exactly_one_yields(records: Records | None, yields: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Members
 from swarmtrain.coordinator.tally import RECENT_ROUTES, Tally
-from swarmtrain.wire.messages import Heartbeat, Hop
+from swarmtrain.wire.messages import Hop
+
+from .contexts import heartbeat
 
 
 def decision(step: int) -> Decision:
@@ -70,7 +73,7 @@ def test_links_carry_shares_of_the_last_answers_only() -> None:
 )
 def test_only_addresses_become_scrape_targets(text: str, kept: bool) -> None:
     members = Members()
-    members.heartbeat("p", Heartbeat("run", 0, "serving", "1", 0, "", 0.0, 0.0, 0.0, 0.0, "n", "0", metrics=text), 0.0)
+    members.heartbeat("p", replace(heartbeat(), metrics=text), 0.0)
     member = members.get("p")
     assert member is not None
     assert member.metrics == (text if kept else "")

@@ -13,9 +13,8 @@ from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.run import Run
 from swarmtrain.observe.events import Event, RunResumes, RunWaits
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Heartbeat
 
-from .contexts import bare_context
+from .contexts import bare_context, heartbeat
 
 NUM_STAGES = 2
 STEP = 3
@@ -32,7 +31,7 @@ class Waiting:
         self.run = Run(self._context, cast(Any, SimpleNamespace(step=STEP)), cast(Any, None), min_peers=1)
 
     async def show(self, stage: int, state: str, step: int = STEP) -> None:
-        sign = Heartbeat("run", stage, state, "1", step, "d", 0.0, 0.0, 0.0, 0.0, "", "")
+        sign = heartbeat(stage, state, "1", step, "d")
         self._context.members.heartbeat(f"p{stage}", sign, 0.0)
         await self._context.notify()
 

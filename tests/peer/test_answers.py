@@ -21,6 +21,7 @@ from swarmtrain.route.views import PeerView
 from swarmtrain.rpc.errors import CallRefused, Refusal
 from swarmtrain.run.manifest import Manifest, parse_manifest
 from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
+from swarmtrain.wire.peer_report import PeerReport
 from swarmtrain.wire.schema import encode
 
 from .parts import parts_of
@@ -80,7 +81,7 @@ class First:
         self.downstream = Downstream(manifest)
         loop = asyncio.get_running_loop()
         self.router = Router(clock=loop.time, rng=cast(Any, SimpleNamespace(random=lambda: 1.0)))
-        self.router.update_peers([PeerView("downstream", 1)])
+        self.router.update_peers([PeerView("downstream", PeerReport(1))])
         self.paused_s = 0.0  # because all peers downstream were busy
         neighbours = SimpleNamespace(
             router=self.router, observe_link=lambda peer_id: None, wait_for_news=self._wait_for_news

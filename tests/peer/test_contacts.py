@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from directory.memory_hosts import MemoryNetwork
 
+from swarmtrain.chain.claim import CoordinatorRecord
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.directory.directory import Directory, DirectoryOptions
 from swarmtrain.p2p.identity import RunKey
@@ -16,6 +17,7 @@ from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, directory_
 from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.run.invite import Invite
 from swarmtrain.wire.messages import Code, StageFound
+from swarmtrain.wire.records import pack_record
 
 
 def test_a_record_says_who_coordinates_under_which_term_and_that_the_run_is_over() -> None:
@@ -31,12 +33,14 @@ def test_a_record_says_who_coordinates_under_which_term_and_that_the_run_is_over
         )
         assert not await link.look()
 
-        for value in ({"t": 3, "a": ["/ip4/127.0.0.1/tcp/1"]}, {"t": 3, "a": [], "over": 1}):  # 1 is not True
+        for addresses in (("/ip4/127.0.0.1/tcp/1",), ()):
+            value = pack_record(CoordinatorRecord(3, addresses=addresses))
             await coordinator.announce(COORDINATOR_TOPIC, value, 30.0, signer=key.sign)
             assert await link.look()
             assert (link.peer_id, link.term, link.is_over) == (first.peer_id, 3, False)
 
-        await coordinator.announce(COORDINATOR_TOPIC, {"t": 4, "a": [], "over": True}, 30.0, signer=key.sign)
+        value = pack_record(CoordinatorRecord(4, is_over=True))
+        await coordinator.announce(COORDINATOR_TOPIC, value, 30.0, signer=key.sign)
         await coordinator.close()
         network.cut_off.add(first.peer_id)  # the coordinator is gone; what it said is still there
         assert await link.look()
@@ -62,7 +66,7 @@ def test_of_two_coordinators_with_one_term_the_one_that_got_further_is_followed_
         async def announce(which: int, term: int, step: int) -> str | None:
             nonlocal now
             now += 1.0
-            claim = {"t": term, "s": step, "a": []}
+            claim = pack_record(CoordinatorRecord(term, step))
             await directories[which].announce(COORDINATOR_TOPIC, claim, (20.0, 50.0)[which], signer=key.sign)
             assert await link.look()
             return link.peer_id

@@ -12,10 +12,9 @@ import pytest
 
 from swarmtrain.observe.events import Events
 from swarmtrain.peer import heartbeats
-from swarmtrain.peer.announcing import Announcing
 from swarmtrain.peer.assignment import Assignment, Departure
 from swarmtrain.peer.compute import ComputeThread
-from swarmtrain.peer.heartbeats import HeartbeatLoop
+from swarmtrain.peer.heartbeats import Announcing, HeartbeatLoop
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
 from swarmtrain.peer.ledger import Ledger
@@ -24,6 +23,8 @@ from swarmtrain.peer.step import Ready, StepProtocol
 from swarmtrain.reduce.coding import Reduced
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Apply, ChunkDigests, Directive, FetchDigests, Verdict
+from swarmtrain.wire.peer_report import PeerReport
+from swarmtrain.wire.records import parse_record
 
 from .parts import parts_of
 from .test_stage_jobs import manifest
@@ -65,7 +66,7 @@ class Newcomer:
     async def call(self, peer_id: str, request: Any, deadline_s: float, *, expect: type[Any]) -> Any:
         if expect is Verdict:
             assert self.answer is not None
-            self.signs.append((request.state, request.step))
+            self.signs.append((request.report.state, request.report.step))
             if self.on_sign is not None:
                 await self.on_sign()
             return self.answer
@@ -131,11 +132,13 @@ def test_a_peer_tells_both_of_its_rate_caps_to_the_coordinator_and_to_its_caller
         nothing = cast(Any, None)
         options = PeerOptions(nothing, 0, nothing, max_up_bytes_per_s=5e5, max_down_bytes_per_s=2e6)
         newcomer.heartbeats._options = options
-        told = newcomer.heartbeats._sign_of_life()
+        told = newcomer.heartbeats._heartbeat().report
         assert (told.up_bytes_per_s, told.down_bytes_per_s) == (5e5, 2e6)
         host = cast(Any, SimpleNamespace(addresses=list))
         record = Announcing(newcomer.assignment, options, nothing, host, nothing)._record()
-        assert (record.up_bytes_per_s, record.down_bytes_per_s) == (5e5, 2e6)
+        report = parse_record(PeerReport, record)
+        assert report is not None
+        assert (report.up_bytes_per_s, report.down_bytes_per_s) == (5e5, 2e6)
 
     with_newcomer(manifest, main)
 

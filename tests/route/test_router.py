@@ -279,9 +279,7 @@ def test_own_backlog_and_rtt_enter_the_prediction_and_the_timeout() -> None:
 )
 def test_records_full_of_nonsense_never_break_the_choice(fields: list[tuple[float, ...]]) -> None:
     peers = [
-        PeerView(
-            f"p{i}", forward_ms=a, backward_ms=b, queue_ms=c, up_bytes_per_s=d, down_bytes_per_s=e, expires_at=math.inf
-        )
+        peer(f"p{i}", forward_ms=a, backward_ms=b, queue_ms=c, up_bytes_per_s=d, down_bytes_per_s=e)
         for i, (a, b, c, d, e) in enumerate(fields)
     ]
     router = make_router(peers, bytes_in=MEBI, bytes_out=MEBI)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -38,6 +39,8 @@ from swarmtrain.wire.messages import (
     StealRequest,
     Work,
 )
+from swarmtrain.wire.peer_report import PeerReport
+from swarmtrain.wire.records import pack_record
 from swarmtrain.wire.schema import Message
 
 from .conftest import Make
@@ -179,11 +182,11 @@ def test_questions_that_a_coordinator_cannot_answer_are_refused(simulated: Make,
     status = coordinator.status()
     run, saved = status["run"], status["checkpoint_step"]
     assert saved == 1
-    sign = Heartbeat(run, 0, "joining", "liar", 0, "", 1.0, 1.0, 0.0, 0.0, "liar", "0")
+    sign = Heartbeat(run, PeerReport(0, "joining", "liar"), "liar")
     wrong: list[tuple[Message, str]] = [
         (FetchRun("another"), Code.WRONG_RUN),
         (replace(sign, run="another"), Code.WRONG_RUN),
-        (replace(sign, stage=9), Code.WRONG_STAGE),
+        (replace(sign, report=replace(sign.report, stage=9)), Code.WRONG_STAGE),
         (SeekStage("another", (0,)), Code.WRONG_RUN),
         (SeekStage(run, (9,)), Code.WRONG_STAGE),
         (AskMove(run, 0, 0, 1), ANSWERED),  # "no": this run does not rebalance
@@ -241,9 +244,12 @@ def test_records_that_say_nothing_are_as_good_as_absent(simulated: Make, referen
     liar, reader = peers[:2]
     directory = liar.daemon.assignment.dispatcher.neighbours._directory
     neighbours = reader.daemon.assignment.dispatcher.neighbours
-    good = neighbours.records[peers[2].peer_id].as_value()
-    lies: list[Any] = [b"no mapping", {}]
-    lies += [{**good, key: value} for key, value in (("s", 5), ("t", -1), ("f", "fast"), ("r", 1), ("a", "here"))]
+    good = neighbours.reports[peers[2].peer_id]
+    packed = pack_record(good)
+    served = msgpack.packb(good.served_s)
+    assert served in packed
+    lies: list[Any] = [b"no record", {}, pack_record(replace(good, stage=1)), packed[:-1]]
+    lies += [packed.replace(served, msgpack.packb(value)) for value in (-1.0, float("nan"), float("inf"))]
     read: list[Any] = []
     lookup = neighbours._directory.lookup
 
@@ -258,11 +264,11 @@ def test_records_that_say_nothing_are_as_good_as_absent(simulated: Make, referen
 
         async def tell(value: Any = lie) -> None:
             await directory.announce(stage_topic(2), value, 10.0)
-            await directory.announce(INTENT_TOPIC, b"no mapping", 10.0)
+            await directory.announce(INTENT_TOPIC, b"no record", 10.0)
 
         hold(peers[2])
         liar.process.spawn(tell(), "a lie")
         swarm.until(lambda lie=lie: lie in read, f"{lie} was read")  # type: ignore[misc]
-        assert liar.peer_id not in neighbours.records
+        assert liar.peer_id not in neighbours.reports
     release(peers[2])
     assert_reference(swarm, references)

@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 
-from swarmtrain.chain.rebalancing import Costs, MoveRules
+from swarmtrain.chain.rebalancing import Costs, MoveRules, RebalanceRule
 from swarmtrain.observe.events import Event
 from swarmtrain.peer.options import AUTO
 from swarmtrain.run.manifest import Manifest
@@ -29,7 +29,7 @@ from .scenes import (
 )
 
 LOOK_S = 1.0
-RULES = MoveRules("capacity", min_gain=0.15, min_left=1, min_stay_s=1.0, look_s=LOOK_S)
+RULES = MoveRules(RebalanceRule.CAPACITY, min_gain=0.15, min_left=1, min_stay_s=1.0, look_s=LOOK_S)
 # Seconds for a microbatch: the last stage does both passes in one, so it is the forward that is slow.
 PACES = (0.1, 0.1, 0.2, 0.2, 0.2, 0.4)
 BEGIN = (0, 0, 0, 0, 1, 2)

@@ -31,6 +31,7 @@ from swarmtrain.wire.messages import (
     RosterEntry,
     Work,
 )
+from swarmtrain.wire.peer_report import PeerReport
 from swarmtrain.wire.schema import Message
 
 from .harness import PACE, Daemon, Swarm, tiny, until
@@ -218,7 +219,7 @@ def test_wrong_tensors_and_tokens_are_refused(swarm: Swarm, tmp_path: Path) -> N
 
 
 def heartbeat(run: str, stage: int) -> Heartbeat:
-    return Heartbeat(run, stage, "serving", "life", 0, "", 0.0, 0.0, 0.0, 0.0, "intruder", "0")
+    return Heartbeat(run, PeerReport(stage, "serving", "life"), "intruder")
 
 
 def test_the_coordinator_refuses_what_is_not_for_it(swarm: Swarm, tmp_path: Path) -> None:
