@@ -1,4 +1,4 @@
-"""Whoever calls, replays: give a microbatch to one of the peers of a stage, and to another if that one fails.
+"""The caller replays: give a microbatch to one of the peers of a stage, and to another if that one fails.
 
 Used by the coordinator for stage 0 and by every peer for the stage after its own. The same bytes are sent each time;
 hints lead to peers that are known to have finished the microbatch, so finished work is found again and not repeated.
@@ -25,20 +25,20 @@ log = logging.getLogger(__name__)
 STALL_S = 30.0  # a callee that has not finished its forward by then (and by its predicted time) is given up
 NEWS_S = 2.0
 MAX_REMEMBERED = 4096  # peers whose refusals are counted
-MAX_TAKEN = 2  # an honest taker asks for more when it begins with the last piece that it has
-MAX_REST_S = 8.0  # who gives final refusals again and again rests so long at most
-REST_S = 0.2  # so long is not asked again who is busy and does not say for how long, or has just given work away
+MAX_STOLEN = 2  # stolen microbatches per thief: an honest thief asks again when it begins with its last one
+MAX_BACK_OFF_S = 8.0  # longest back-off after repeated final refusals
+BACK_OFF_S = 0.2  # default back-off after BUSY without retry_after, or after a redirect
 
 OnProgress = Callable[[Progress], None]
 Check = Callable[[Done], Awaitable[None]]
 
-# Refusals that no other peer of the stage would answer differently: they go up to whoever sent the work.
+# Refusals that no other peer of the stage would answer differently: they go upstream to the caller.
 _FINAL = {Code.AHEAD, Code.OLD_TERM, Code.WRONG_RUN, Code.STALE_BASIS, Code.DIVERGED}
 
 
 def back_off_s(num_refusals: int) -> float:
-    """After so many final refusals in a row: doubled with each."""
-    return min(MAX_REST_S, REST_S * 2.0 ** min(num_refusals - 1, 16))
+    """The back-off after this many final refusals in a row. Each one doubles it."""
+    return min(MAX_BACK_OFF_S, BACK_OFF_S * 2.0 ** min(num_refusals - 1, 16))
 
 
 @dataclass
@@ -71,11 +71,11 @@ class Dispatcher:
         self._node, self.neighbours = node, neighbours
         self.counters = Counters()
         self._partner = ""
-        self._given: dict[_Watch, str] = {}  # what was given away, and who has it now
+        self._stolen: dict[_Watch, str] = {}  # stolen work, and the thief that has it now
         self._num_refusals: dict[str, int] = {}  # final ones in a row, by peer
 
     def partner(self, num_bytes: int) -> str:
-        """The peer that sticky codecs build on: the same one as long as it may be asked. Empty if there is nobody."""
+        """The peer that sticky codecs build on: the same one as long as it may be asked. Empty if there is none."""
         pick = self.neighbours.router.pick(num_bytes, prefer=(self._partner,) if self._partner else ())
         self._partner = pick.peer_id if pick is not None else ""
         return self._partner
@@ -91,25 +91,24 @@ class Dispatcher:
     ) -> Done:
         """Have `work` done by some peer of the stage. `check` raises ValueError for an answer that cannot be right.
 
-        The answer's `waited_s` is at most the time that this took. It includes what went by because everybody was busy,
-        and at peers that said so or gave `work` away: all of it, since nothing would have gone there and back without a
-        queue.
+        The answer's `waited_s` is at most the time that this took. It includes waiting while all peers were busy, and
+        the whole detour to peers that were busy or had `work` stolen: without a queue there would have been none.
         `sticky` replaces the boundary for one peer, as long as that peer does not refuse it.
-        Raises Refusal if the answer would be the same everywhere, or if nobody did it within `deadline_s`.
+        Raises Refusal if the answer would be the same everywhere, or if no peer did it within `deadline_s`.
         """
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
         hints = {hop.stage: hop for hop in work.hints}
         tried: set[str] = set()
-        taker, waited_s = "", 0.0  # who takes it instead of the one that was asked; what went by because of queues
+        thief, waited_s = "", 0.0  # the peer that has stolen it; what went by because of queues
         last, lacking = "no peer has been found", work.stage
         while (left_s := ends_at - loop.time()) > 0:
-            pick = self._pick(work, hints, tried, sticky, taker)
+            pick = self._pick(work, hints, tried, sticky, thief)
             if pick is None:
                 tried.clear()
                 await self.neighbours.wait_for_news(min(NEWS_S, left_s))
                 continue
-            waited_s += await self._wait_for_room(pick, left_s)
+            waited_s += await self._wait_while_busy(pick, left_s)
             request = replace(work, hints=tuple(hop for hop in hints.values() if hop.stage > work.stage))
             is_sticky = sticky is not None and pick.peer_id == sticky.peer_id and not sticky.refused
             if sticky is not None and is_sticky:
@@ -119,7 +118,7 @@ class Dispatcher:
                 done = await self._call_one(request, pick, ends_at, hints, on_progress, check)
                 if sticky is not None:
                     sticky.delivered = is_sticky
-                # What is added up stage by stage must not grow out of what a message may say: nobody could answer then.
+                # Clamp: the sum over stages must stay within the field's range.
                 return replace(done, waited_s=waited_s + min(done.waited_s, loop.time() - sent_at))
             except Refusal as refusal:
                 if refusal.code in _FINAL:
@@ -130,16 +129,16 @@ class Dispatcher:
                 last = f"{pick.peer_id[-8:]}: {refusal}"
                 if refusal.code == Code.NOBODY and refusal.stage is not None:
                     lacking = refusal.stage
-                is_gift = refusal.code == Code.REDIRECTED and not work.is_stolen
-                if is_gift:
-                    work, taker = replace(work, is_stolen=True), refusal.redirect_to
-                if is_gift or refusal.code == Code.BUSY:
+                is_stolen_now = refusal.code == Code.REDIRECTED and not work.is_stolen
+                if is_stolen_now:
+                    work, thief = replace(work, is_stolen=True), refusal.redirect_to
+                if is_stolen_now or refusal.code == Code.BUSY:
                     waited_s += loop.time() - sent_at
                 else:
                     tried.add(pick.peer_id)
             except HostDownError as error:
                 last = str(error)
-                await asyncio.sleep(min(REST_S, left_s))
+                await asyncio.sleep(min(BACK_OFF_S, left_s))
             except (NetError, ValueError) as error:
                 tried.add(pick.peer_id)
                 last = f"{pick.peer_id[-8:]}: {error}"
@@ -148,25 +147,25 @@ class Dispatcher:
         raise Refusal(Code.NOBODY, text, stage=lacking)
 
     def _pick(
-        self, work: Work, hints: dict[int, Hop], tried: set[str], sticky: Sticky | None, taker: str
+        self, work: Work, hints: dict[int, Hop], tried: set[str], sticky: Sticky | None, thief: str
     ) -> Pick | None:
         hint = hints.get(work.stage)
         known = [hint.peer_id] if hint is not None else []
-        prefer = known + ([sticky.peer_id] if sticky is not None else []) + ([taker] if self._may_take(taker) else [])
+        prefer = known + ([sticky.peer_id] if sticky is not None else []) + ([thief] if self._may_steal(thief) else [])
         return self.neighbours.router.pick(len(work.boundary) + len(work.tokens), exclude=tried, prefer=prefer)
 
-    async def _wait_for_room(self, pick: Pick, limit_s: float) -> float:
-        """Wait if everybody is busy. How long that took, which news may shorten."""
+    async def _wait_while_busy(self, pick: Pick, limit_s: float) -> float:
+        """Wait while all peers are busy, or until news comes. Returns how long that took."""
         if pick.wait_s <= 0.0:
             return 0.0
         began = asyncio.get_running_loop().time()
         await self.neighbours.wait_for_news(min(pick.wait_s, limit_s))
         return asyncio.get_running_loop().time() - began
 
-    def _may_take(self, taker: str) -> bool:
-        """Who asks and does not work must not get all that waits: the givers do not see what becomes of it."""
-        held = [watch for watch, peer_id in self._given.items() if peer_id == taker and not watch.is_forwarded]
-        return bool(taker) and len(held) < MAX_TAKEN
+    def _may_steal(self, thief: str) -> bool:
+        """Cap stolen microbatches per thief: victims cannot see whether it makes progress."""
+        held = [watch for watch, peer_id in self._stolen.items() if peer_id == thief and not watch.is_forwarded]
+        return bool(thief) and len(held) < MAX_STOLEN
 
     async def _call_one(
         self,
@@ -193,7 +192,7 @@ class Dispatcher:
 
         self.counters.sent += 1
         if request.is_stolen:
-            self._given[watch] = peer_id
+            self._stolen[watch] = peer_id
         try:
             call = self._node.call(peer_id, request, ends_at - started, progress, expect=Done)
             done = await watch.run(call)
@@ -202,7 +201,7 @@ class Dispatcher:
             self._refused(peer_id, refused)
             raise Refusal.of(refused.payload) from refused
         except HostDownError:
-            self.counters.reroute("own-transport")  # whoever was asked had no part in it
+            self.counters.reroute("own-transport")  # the peer that was asked had no part in it
             raise
         except CallTimeout:
             self.counters.reroute("timeout")
@@ -213,7 +212,7 @@ class Dispatcher:
             router.failed(peer_id)
             raise
         finally:
-            self._given.pop(watch, None)
+            self._stolen.pop(watch, None)
         self.counters.answered += 1
         self._num_refusals.pop(peer_id, None)
         self._learn(peer_id, request, done, watch)
@@ -222,16 +221,16 @@ class Dispatcher:
     def _refused(self, peer_id: str, refused: CallRefused) -> None:
         self.counters.reroute(refused.code)
         if refused.code == Code.BUSY:
-            self.neighbours.router.busy(peer_id, refused.retry_after_s or REST_S)
+            self.neighbours.router.busy(peer_id, refused.retry_after_s or BACK_OFF_S)
         elif refused.code == Code.REDIRECTED:
-            self.neighbours.router.busy(peer_id, REST_S)
+            self.neighbours.router.busy(peer_id, BACK_OFF_S)
         elif refused.code in _FINAL:
-            self.neighbours.router.busy(peer_id, self._rest_s(peer_id))
+            self.neighbours.router.busy(peer_id, self._back_off_s(peer_id))
         elif refused.code == Code.NOT_SERVING and refused.retry_after_s > 0.0:
-            self.neighbours.router.busy(peer_id, min(refused.retry_after_s, MAX_REST_S))
+            self.neighbours.router.busy(peer_id, min(refused.retry_after_s, MAX_BACK_OFF_S))
 
-    def _rest_s(self, peer_id: str) -> float:
-        """How long a peer rests after a final refusal: it is in another step, and does not change by being asked."""
+    def _back_off_s(self, peer_id: str) -> float:
+        """The back-off after a final refusal: the peer is in another step, and asking does not change that."""
         if peer_id not in self._num_refusals and len(self._num_refusals) >= MAX_REMEMBERED:
             self._num_refusals.clear()
         count = self._num_refusals[peer_id] = self._num_refusals.get(peer_id, 0) + 1

@@ -1,4 +1,4 @@
-"""The peers of one stage, as the directory lists them, kept fresh for whoever calls that stage."""
+"""The peers of one stage, as the directory lists them, kept fresh for the callers of that stage."""
 
 from __future__ import annotations
 

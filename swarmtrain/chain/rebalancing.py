@@ -11,7 +11,7 @@ from typing import Annotated
 
 from swarmtrain.model.workload import workload_of
 from swarmtrain.route.moves import Intent
-from swarmtrain.route.rebalance import Member, RebalanceOptions
+from swarmtrain.route.rebalance import PeerCapacity, RebalanceOptions
 from swarmtrain.route.views import narrower
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.field_types import StageIndex
@@ -76,7 +76,7 @@ class Costs:
         return bytes_per_s / num_bytes if num_bytes and 0.0 < bytes_per_s < math.inf else math.inf
 
 
-def with_known_speeds(members: Iterable[Member]) -> list[Member]:
+def with_known_speeds(members: Iterable[PeerCapacity]) -> list[PeerCapacity]:
     """A peer that has not computed yet is taken to be as fast as the others usually are."""
     members = list(members)
     known = [member.speed for member in members if member.speed > UNKNOWN_SPEED]
@@ -84,15 +84,15 @@ def with_known_speeds(members: Iterable[Member]) -> list[Member]:
     return [member if member.speed > UNKNOWN_SPEED else replace(member, speed=usual) for member in members]
 
 
-def members_of(reports: Sequence[Mapping[str, PeerReport]], costs: Costs, now: float) -> list[Member]:
+def members_of(reports: Sequence[Mapping[str, PeerReport]], costs: Costs, now: float) -> list[PeerCapacity]:
     """The peers of all stages, from the reports under each stage's topic; the newer assignment of a peer wins."""
-    newest: dict[str, tuple[int, Member]] = {}
+    newest: dict[str, tuple[int, PeerCapacity]] = {}
     for stage, found in enumerate(reports):
         for peer_id, report in found.items():
             known = newest.get(peer_id)
             if known is not None and known[0] >= report.assignment:
                 continue
-            member = Member(
+            member = PeerCapacity(
                 peer_id=peer_id,
                 stage=stage,
                 speed=costs.speed(stage, report.forward_ms, report.backward_ms),

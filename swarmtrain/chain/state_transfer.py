@@ -42,7 +42,7 @@ class StateSource:
     step: int
     basis_epoch: int
     buffers: list[Tensor]
-    known_digests: list[bytes] | None = None  # of its chunks, if somebody has computed them
+    known_digests: list[bytes] | None = None  # of its chunks, if they have been computed
 
     def digests(self) -> ChunkDigests:
         """The digests of all chunks."""
@@ -113,7 +113,7 @@ class Download:
                 self._gone.clear()  # they may be back when this is tried again
                 raise SyncFailed(f"{left} of {len(self._chunks)} chunks could not be had from {num_donors} donors")
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(IN_FLIGHT):  # in turn, so that even a small state comes from everybody
+                for _ in range(IN_FLIGHT):  # in turn, so that even a small state comes from all donors
                     for donor in living:
                         tasks.create_task(self._pull(donor))
 

@@ -64,7 +64,7 @@ class Standing:
 
     step: int  # applied steps
     decided: int | None = None  # the step of the last decision
-    prepared: frozenset[tuple[str, str]] = frozenset()  # who holds the sums of that decision
+    prepared: frozenset[tuple[str, str]] = frozenset()  # peers that hold the sums of that decision
     is_over: bool = False
 
     @property
@@ -92,7 +92,7 @@ def judge(member: Member, members: Members, run: Standing, book: StageBook) -> A
     if member.excluded_at is not None and step <= member.excluded_at and servers(members, member.stage, step):
         return Answer(Directive.WAIT, "this step is done without it")  # else it would fail where it has failed before
     if members.num_admitted(member.stage) - member.was_admitted >= MAX_SERVING:
-        return Answer(Directive.WAIT, "its stage has as many peers as a reduction can hold: it waits as a spare")
+        return Answer(Directive.WAIT, "its stage has as many peers as an all-reduce can hold: it waits as a spare")
     if has_state(member, step, book) and (member.state == "serving" or run.holds(member)):
         return Answer(Directive.SERVE, "")
     is_near = member.step == decided == step - 1 or member.step - 1 == decided == step
@@ -119,24 +119,24 @@ def _judge_newcomer(member: Member, members: Members, run: Standing, book: Stage
             snapshot is not None and member.step == snapshot.step and member.report.state_digest != snapshot.digest
         )
         if member.step >= member.listening_from and not is_other:  # another one is of a history that was taken back
-            return Answer(Directive.WAIT, "catching up")  # also when somebody else was given a newer state meanwhile
+            return Answer(Directive.WAIT, "catching up")  # also when another newcomer was sent to a newer state
         if snapshot is not None and member.listening_from <= snapshot.step:
             return Answer(Directive.SYNC, "", snapshot)
     if run.is_applying:
         holders = members.of_stage(member.stage, "serving", "draining", "paused")
         is_held = any(run.holds(holder) for holder in holders)
-        return Answer(Directive.WAIT, f"step {step} is being applied" if is_held else _nobody_has(member.stage, step))
+        return Answer(Directive.WAIT, f"step {step} is being applied" if is_held else _no_peer_has(member.stage, step))
     if book.checkpoint is not None and book.checkpoint.step == step:
         return Answer(Directive.SYNC, "", book.checkpoint)
     if servers(members, member.stage, step):
         return Answer(Directive.WAIT, "a state to fetch is being prepared")
-    resting = [m for m in members.of_stage(member.stage, "paused", "draining") if has_state(m, step, book)]
-    if resting:  # the step stands still until somebody serves, so there will be no snapshot to wait for
-        digests = sorted(m.report.state_digest for m in resting)
+    idle_holders = [m for m in members.of_stage(member.stage, "paused", "draining") if has_state(m, step, book)]
+    if idle_holders:  # the step stands still until a peer serves, so there will be no snapshot to wait for
+        digests = sorted(m.report.state_digest for m in idle_holders)
         digest = book.digest or max(digests, key=digests.count)
-        return Answer(Directive.SYNC, "", StateOffer(step, digest, tuple(m.peer_id for m in resting)))
-    return Answer(Directive.WAIT, _nobody_has(member.stage, step))
+        return Answer(Directive.SYNC, "", StateOffer(step, digest, tuple(m.peer_id for m in idle_holders)))
+    return Answer(Directive.WAIT, _no_peer_has(member.stage, step))
 
 
-def _nobody_has(stage: int, step: int) -> str:
-    return f"nobody has the state of stage {stage} at step {step}"
+def _no_peer_has(stage: int, step: int) -> str:
+    return f"no peer has the state of stage {stage} at step {step}"

@@ -1,4 +1,4 @@
-"""Apply: what the journal says was decided is carried out, at everybody who is there and at everybody who turns up.
+"""Apply: a decision in the journal is carried out at all peers that are there, and at those that come later.
 
 The decision is in the journal before anybody hears of it. A coordinator that dies in between finds it there when it
 starts again, and tells the peers as they show up: they still hold the reduced sum that it names.
@@ -47,7 +47,7 @@ class Applies:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._under_way: set[tuple[str, str]] = set()
-        self._passed_by: set[tuple[str, str]] = set()  # resting peers that do not hold the last decision's sum
+        self._passed_by: set[tuple[str, str]] = set()  # paused or draining, without the last decision's sum
         self._answers: list[dict[str, Applied]] = [{} for _ in context.stages]
         self._snapshot_at = [float("-inf")] * len(context.stages)
 
@@ -84,7 +84,7 @@ class Applies:
         )
 
     async def carry_out(self, decision: Decision, prepared: list[PreparedStage], *, checkpoint: bool) -> StepResult:
-        """Tell everybody. Goes on once every stage has applied and the others have had a moment."""
+        """Tell all peers. Returns once every stage has applied and the others have had a moment."""
         context = self._context
         self._answers = [{} for _ in prepared]
         self._passed_by.clear()
@@ -111,7 +111,7 @@ class Applies:
     def _enter_next(
         self, step: int, digests: tuple[str, ...], held: tuple[tuple[str, ...], ...], snapshot_due: list[bool]
     ) -> None:
-        """The step is applied: newcomers of a stage fetch this state, and hear every reduction from now on."""
+        """The step is applied: newcomers of a stage fetch this state, and listen to every all-reduce from now on."""
         context = self._context
         context.step = step
         for stage, book in enumerate(context.stages):
@@ -122,7 +122,7 @@ class Applies:
                 context.members.listen(stage, step)
 
     def _snapshot_due(self, stage: int) -> bool:
-        """Whether somebody waits for a state of this stage, and nobody is still fetching the one before."""
+        """Whether a newcomer waits for a state of this stage, and none is still fetching the one before."""
         snapshot = self._context.stages[stage].snapshot
         waiting = self._context.members.of_stage(stage, "syncing")
         fetching = snapshot is not None and any(
@@ -135,20 +135,20 @@ class Applies:
     async def _follow(
         self, member: Member, listener: asyncio.Task[object], stage: PreparedStage, decision: Decision
     ) -> None:
-        """A newcomer that heard the reduction hears the decision; one that missed it needs a later state."""
+        """A listener that has the sum is told the decision; one that missed it needs a later state."""
         term = self._context.term
         answer = await listener
         if self._context.term != term:
             return  # the run was rolled back meanwhile
         try:
             if not isinstance(answer, Prepared) or answer.digest != stage.digest:
-                raise NetError(f"it did not hear the reduction: {answer}")
+                raise NetError(f"it did not receive the sum: {answer}")
             applied = await self._call(member, decision, keep=False)
         except NetError as error:
             log.info("newcomer %s fell behind at step %d: %s", member.peer_id[-8:], decision.step, error)
             self._context.members.stop_listening(member.key, decision.step)
             return
-        # It may say by now that it serves, and be counted for the next reduction only if its step is known here.
+        # It may say by now that it serves, and be counted for the next all-reduce only if its step is known here.
         await self._applied(member, decision, applied)
 
     async def _apply_at(self, member: Member, decision: Decision, *, keep: bool) -> None:

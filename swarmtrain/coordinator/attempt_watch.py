@@ -1,8 +1,9 @@
-"""Whether an attempt at a reduction still goes on, and who holds it up if not. Pure: times are given.
+"""Whether an attempt at an all-reduce still makes progress, and which member holds it up if not. Pure: times are given.
 
-How long a reduction may take is not fixed: lines are slow, gradients large. What counts is that it moves. Every member
-says again and again how much it has received and whom it waits for. A member that says nothing is given up (a straggler
-that may not even know it); when nothing has moved anywhere for a while, those are named whom the others wait for.
+How long an all-reduce may take is not fixed: lines are slow, gradients large. What counts is that it moves. Every
+member reports again and again how much it has received and which peers it waits for. A member without a report is given
+up (a straggler that may not even know it); when nothing has moved anywhere for a while, the peers are named that the
+others wait for.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Iterable
 
 from swarmtrain.wire.messages import Preparing, Unprepared
 
-SILENT_S = 30.0  # a member that has not said how it goes for so long is given up; longer than it may wait for its step
-STALL_S = 30.0  # nothing has moved for so long: the attempt has failed
+SILENT_S = 30.0  # a member without a report for this long is given up; longer than it may wait for its step
+STALL_S = 30.0  # without a byte moved for this long the attempt has failed
 MIN_MOVED_BYTES = 4096  # over all members: less than this in STALL_S is no progress
-COMPUTE_S = 120.0  # so long in an attempt a member may say that its device is at it
+COMPUTE_S = 120.0  # a member may report for this long in an attempt that its device is at work
 
 
 class AttemptWatch:
@@ -43,7 +44,7 @@ class AttemptWatch:
             self._moved_at = now
 
     def excuse(self, seconds: float) -> None:
-        """Nobody could be heard for so long: it was this end that stood still or was cut off."""
+        """No member could be heard for this long: it was this end that stood still or was cut off."""
         self._heard_at = {peer_id: at + seconds for peer_id, at in self._heard_at.items()}
         self._started_at += seconds
         self._moved_at += seconds
@@ -61,7 +62,7 @@ class AttemptWatch:
         )
 
     def complaint(self, peer_id: str) -> Unprepared | None:
-        """Of a stalled attempt: whom a member waits for. None: for nobody, so it is this member that holds it up.
+        """Of a stalled attempt: which peers a member waits for. None: for no peer, so this member holds it up.
 
         An owner that waits for shares cannot answer: while shares are missing anywhere, no owner is complained of.
         """

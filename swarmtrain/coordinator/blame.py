@@ -1,4 +1,4 @@
-"""Who is left out when the peers of a stage cannot reduce together although each of them lives. Pure.
+"""Which peer is excluded when an all-reduce fails although all its members live. Pure.
 
 Two peers that do not reach each other both reach the coordinator: without this, their stage would try for ever. In each
 failed attempt one peer at most gets a strike: the one that most complaints are about, made by it or against it. An

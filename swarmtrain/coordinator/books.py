@@ -1,8 +1,8 @@
-"""The books of one step: who has which microbatch on which stage. Pure; the coordinator's I/O is elsewhere.
+"""The books of one step: which peer has which microbatch on which stage. Pure; the coordinator's I/O is elsewhere.
 
 Peers claim (stage, microbatch) by appearing in the route of an answer. A claim counts while that incarnation of the
 peer lives. A stage's books balance when every microbatch has a claim; its roster then names exactly one claimant for
-each. Whoever else has computed a microbatch takes it out of its sum again.
+each. Any other peer that has computed a microbatch takes it out of its sum again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from swarmtrain.wire.messages import Hop
 
-Member = tuple[str, str]  # peer id, incarnation
+PeerKey = tuple[str, str]  # peer id, incarnation
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StepBooks:
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
         self.num_stages, self.num_microbatches = num_stages, num_microbatches
         self.losses: dict[int, float] = {}
-        self._claims: list[list[list[Member]]] = [[[] for _ in range(num_microbatches)] for _ in range(num_stages)]
+        self._claims: list[list[list[PeerKey]]] = [[[] for _ in range(num_microbatches)] for _ in range(num_stages)]
 
     def record(self, microbatch: int, loss: float, route: Iterable[Hop]) -> None:
         """An answer came. The first loss stands: all answers for one microbatch carry the same."""
@@ -46,14 +46,14 @@ class StepBooks:
         if member not in claimants:
             claimants.append(member)
 
-    def withdraw(self, stage: int, microbatches: Iterable[int], member: Member) -> None:
+    def withdraw(self, stage: int, microbatches: Iterable[int], member: PeerKey) -> None:
         """A peer says that it does not have these after all."""
         for microbatch in microbatches:
             claimants = self._claims[stage][microbatch]
             if member in claimants:
                 claimants.remove(member)
 
-    def lose(self, stage: int, member: Member) -> int:
+    def lose(self, stage: int, member: PeerKey) -> int:
         """A peer is gone, and its ledger with it. Returns how many claims that voided."""
         voided = 0
         for claimants in self._claims[stage]:
@@ -68,17 +68,17 @@ class StepBooks:
         return Hop(stage, *claimants[0]) if claimants else None
 
     def missing(self, stage: int) -> list[int]:
-        """Microbatches that nobody has on this stage."""
+        """Microbatches that no peer has on this stage."""
         return [i for i in range(self.num_microbatches) if not self._claims[stage][i]]
 
     def balances(self, stage: int) -> bool:
-        """Whether every microbatch is in somebody's sum on this stage."""
+        """Whether every microbatch is in a peer's sum on this stage."""
         return all(self._claims[stage])
 
-    def roster(self, stage: int) -> dict[Member, list[int]]:
-        """Who answers for which microbatches: the first living claimant of each."""
+    def roster(self, stage: int) -> dict[PeerKey, list[int]]:
+        """The microbatches that each peer answers for: the first living claimant of each counts."""
         assert self.balances(stage)
-        shares: dict[Member, list[int]] = {}
+        shares: dict[PeerKey, list[int]] = {}
         for microbatch, claimants in enumerate(self._claims[stage]):
             shares.setdefault(claimants[0], []).append(microbatch)
         return shares

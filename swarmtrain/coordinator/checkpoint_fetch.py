@@ -15,7 +15,7 @@ from swarmtrain.wire.messages import FetchState, StateChunk
 
 log = logging.getLogger(__name__)
 
-STALL_S = 90.0  # a checkpoint of which nothing more comes for so long is given up; a slow one is not
+STALL_S = 90.0  # a fetch without a byte for this long is given up; a slow one is not
 WARM_S = 10.0  # how often those who keep a state that is not fetched yet are told that it is still wanted
 
 
@@ -34,7 +34,7 @@ class CheckpointFetch:
 
     @contextlib.contextmanager
     def wanted(self, step: int, keepers: Sequence[Sequence[str]]) -> Iterator[None]:
-        """A peer drops a copy that nobody asks for: keepers of later stages are asked for something small meanwhile."""
+        """Keepers of later stages are asked for something small meanwhile: a peer drops a copy without requests."""
         self._stage = -1
         warming = self._context.in_background(self._keep_warm(step, keepers))
         try:

@@ -105,7 +105,7 @@ class Checkpoints:
         return await world.in_thread(writer.commit)
 
     async def _prune(self) -> None:
-        """Old checkpoints are gigabytes: nobody waits for their removal, and it does not matter if it fails."""
+        """Old checkpoints are gigabytes: their removal is not waited for, and may fail."""
         try:
             await world.in_thread(partial(prune, self.directory, self._context.manifest.checkpoint.keep))
         except StorageError as error:

@@ -61,7 +61,7 @@ class RunContext:
     valid_from: int = 0  # the term in which the run went back for the last time, as far as the journal knows
     step: int = 0  # applied steps
     decided: Decision | None = None  # the last decision; being carried out while its step is `step`
-    prepared: frozenset[tuple[str, str]] = frozenset()  # who holds the sums of the last decision
+    prepared: frozenset[tuple[str, str]] = frozenset()  # peers that hold the sums of the last decision
     is_over: bool = False
     members: Members = field(default_factory=Members)
     books: StepBooks | None = None

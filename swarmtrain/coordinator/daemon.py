@@ -174,7 +174,7 @@ class CoordinatorDaemon:
         self.journal.set("run_id", self.run_id)
 
     def _check_data(self) -> None:
-        """A run that goes on with other tokens would be neither training, and nobody could tell from its books."""
+        """A run that goes on with other tokens would be neither training, and its books would not show it."""
         known, found = self.journal.get(DATA_DIGEST), self._sampler.data_digest
         if known is None:
             self.journal.set(DATA_DIGEST, found)
@@ -203,7 +203,7 @@ class CoordinatorDaemon:
         return host, directory, node
 
     async def _take_term(self, directory: Directory, host: NetworkHost) -> None:
-        """The next one; noted only if nobody coordinates under it or a later one: trying again changes nothing."""
+        """The next one. It is noted only if no other process has it or a later one: trying again changes nothing."""
         known = Known(int(self.journal.get("term") or 0), self.journal.num_steps())
         self.journal_term = known.term
         own = Claim(known.term + 1, known.num_steps, host.peer_id, self._life)
@@ -344,8 +344,8 @@ class CoordinatorDaemon:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def _say_goodbye(self, directory: Directory, host: NetworkHost) -> None:
-        """Tell everybody that the run is complete, and who is between two stages as well. Who was lost a moment ago is
-        waited for: it calls, if it is there at all, and when everybody else has gone nobody could tell it any more."""
+        """Tell all peers that the run is complete, those between two stages as well. A peer that was lost a moment ago
+        is waited for: it calls, if it is there at all, and later there would be no other process to tell it."""
         if not self.context.is_over:
             return
         await self._announce_once(directory, host)
@@ -357,7 +357,7 @@ class CoordinatorDaemon:
             except NetError:
                 self.context.missed(peer_id)
 
-        members = (member.peer_id for member in self.context.members.everybody())
+        members = (member.peer_id for member in self.context.members.all())
         await asyncio.gather(*map(tell, dict.fromkeys([*members, *self.moves.on_their_way()])))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):

@@ -2,8 +2,8 @@
 
 It knows who had the state before the last decision, and hears what each peer has now. Whoever comes first may be wrong:
 its memory may have failed in the very step of which nothing was noted. So more than half of those who can know must
-agree; if not so many come within a while, what most of those say who did. The last one of a stage is believed: there is
-nothing to hold against it, and nobody to lose by it.
+agree; if fewer come within a while, what most of those say. The last one of a stage is believed: there is
+nothing to hold against it, and no other peer to lose by it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from swarmtrain.wire.messages import Code, Directive, Heartbeat, Verdict
 from swarmtrain.wire.peer_report import STALLED, PeerReport
 
 WATCH_S = 1.0
-FURTHER_S = 4.0  # so long others may come and say what they have, before the journal is found to be old
+FURTHER_S = 4.0  # for this long other peers may come and report, before the journal is found to be old
 MAX_FURTHER = 4096
 
 
@@ -54,7 +54,7 @@ class Heartbeats:
         if report.state == STALLED and former is not None and former.state == "serving":
             context.events.emit(PeerLost(member.peer_id, member.stage, "its device does not answer"))
         if context.books is not None and report.state in ("syncing", STALLED):
-            context.books.lose(member.stage, member.key)  # it has dropped its ledger, or nobody can have it
+            context.books.lose(member.stage, member.key)  # its ledger is dropped, or out of reach
         self._tell_decision(member)
         if member.state == "serving" and (former is None or former.state != "serving"):
             context.events.emit(PeerJoined(member.peer_id, member.stage, member.step))
@@ -89,7 +89,7 @@ class Heartbeats:
     def _check_journal(self) -> None:
         """StaleJournal if most of those who have come know more than the journal."""
         if self._further and asyncio.get_running_loop().time() - self._further_since > FURTHER_S:
-            here = [m for m in self._context.members.everybody() if m.state in HOLDS_STATE]
+            here = [m for m in self._context.members.all() if m.state in HOLDS_STATE]
             check_peers(self._context.known, [*self._further.values(), *((0, member.step) for member in here)])
 
     def _explained(self, verdict: Verdict, member: Member) -> Verdict:
@@ -108,7 +108,7 @@ class Heartbeats:
             looked_at = loop.time()
             await asyncio.sleep(WATCH_S)
             asleep_s = loop.time() - looked_at - WATCH_S
-            if not await self._context.node.is_up():  # without this host's own transport nobody can be heard
+            if not await self._context.node.is_up():  # without this host's own transport no peer can be heard
                 members.excuse(loop.time() - looked_at)
             elif asleep_s > WATCH_S:  # nor while this process stood still
                 members.excuse(asleep_s)

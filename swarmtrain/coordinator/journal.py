@@ -100,7 +100,7 @@ class Journal:
     def close(self, *, is_lost: bool = False) -> None:
         """Write what is left, and close the file. `is_lost`: close it as the death of the process does."""
         if not is_lost:
-            with contextlib.suppress(JournalError):  # who closes it on an error would hear of this one instead
+            with contextlib.suppress(JournalError):  # a close after an error must not hide that error
                 self.flush()
         self._db.close()
         if self._files is not None:

@@ -28,20 +28,20 @@ REPAIR_PAUSE_S = 0.3  # between rounds of repair
 
 
 class ResizableSemaphore:
-    """Lets so many in at once; how many, may change meanwhile."""
+    """A semaphore whose limit may change while it is held."""
 
     def __init__(self, size: Callable[[], int]) -> None:
         self._size, self._inside, self._changed = size, 0, asyncio.Event()
 
     async def enter(self) -> None:
-        """Wait until there is room, and take it."""
+        """Wait for a place below the limit, and take it."""
         while self._inside >= self._size():
             self._changed.clear()
             await self._changed.wait()
         self._inside += 1
 
     def leave(self) -> None:
-        """Make room."""
+        """Give the place back."""
         self._inside -= 1
         self._changed.set()
 
@@ -59,17 +59,17 @@ class Leases:
 
     async def run(self, step: int, books: StepBooks) -> None:
         """Lease all microbatches of `step`; returns when each has been answered."""
-        room = ResizableSemaphore(self.window)
+        limit = ResizableSemaphore(self.window)
 
         async def one(microbatch: int) -> None:
             try:
                 await self._lease(step, microbatch, books, ())
             finally:
-                room.leave()
+                limit.leave()
 
         async with asyncio.TaskGroup() as tasks:
             for microbatch in range(books.num_microbatches):
-                await room.enter()
+                await limit.enter()
                 tasks.create_task(one(microbatch))
 
     async def repair(self, step: int, books: StepBooks) -> None:
@@ -82,20 +82,20 @@ class Leases:
             for stage in sorted({plan.lowest_missing_stage for plan in plans}):
                 count = sum(plan.lowest_missing_stage == stage for plan in plans)
                 self._context.events.emit(WorkReplayed(step, stage, count))
-            room = asyncio.Semaphore(self.window())
+            limit = asyncio.Semaphore(self.window())
             async with asyncio.TaskGroup() as tasks:
                 for plan in plans:
-                    tasks.create_task(self._replay(step, plan, books, room))
+                    tasks.create_task(self._replay(step, plan, books, limit))
             # A route may lead through a peer that does not count (any more): do not ask it again and again at once.
             await asyncio.sleep(REPAIR_PAUSE_S)
 
     async def validate(self, count: int) -> float:
         """Mean loss over `count` validation microbatches, which go the same way, forward only."""
         context = self._context
-        room = asyncio.Semaphore(self.window())
+        limit = asyncio.Semaphore(self.window())
 
         async def one(index: int) -> float:
-            async with room:
+            async with limit:
                 work = self._work(context.step, index, context.sampler.validation(index), evaluate=True)
                 return (await self._call(work)).loss
 
@@ -109,8 +109,8 @@ class Leases:
         self._in_flight.finished(delay_s, min(done.waited_s, delay_s))
         await self._record(microbatch, done, books)
 
-    async def _replay(self, step: int, plan: ReplayPlan, books: StepBooks, room: asyncio.Semaphore) -> None:
-        async with room:
+    async def _replay(self, step: int, plan: ReplayPlan, books: StepBooks, limit: asyncio.Semaphore) -> None:
+        async with limit:
             if plan.holder is None:
                 await self._lease(step, plan.microbatch, books, plan.hints)
                 return
@@ -176,4 +176,4 @@ class Leases:
 
     def window(self) -> int:
         """Microbatches under way at once: two for every peer, one of which waits there; more where links are slow."""
-        return max(self._in_flight.size, 2 * len(self._context.members.everybody()))
+        return max(self._in_flight.size, 2 * len(self._context.members.all()))

@@ -10,7 +10,7 @@ from swarmtrain.route.views import MIN_RATE
 from swarmtrain.wire.messages import Heartbeat, Hop
 from swarmtrain.wire.peer_report import PeerReport
 
-SILENT_S = 10.0  # a peer that has not shown a heartbeat for so long is lost
+SILENT_S = 10.0  # a peer without a heartbeat for this long is lost
 METRICS_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,64}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 _FOLLOWS = ("joining", "syncing", "serving")  # in these states a peer may apply a step before it has spoken again
 MAX_EXCLUDED = 4096  # how many are remembered; an older one that comes back is judged by its state alone
@@ -59,12 +59,12 @@ class Member:
 
     @property
     def answers(self) -> bool:
-        """Whether it answers for work. Who was told to serve may be given some before it has said that it does."""
+        """Whether it answers for work. An admitted peer may receive work before its next heartbeat."""
         return self.was_admitted or self.state in ("serving", "draining", "paused")
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes part in reductions without work of its own; who was syncing listens until it has spoken."""
+        """Whether it joins an all-reduce without work of its own. A syncing peer listens until its next heartbeat."""
         return self.state == "serving" or (self.was_admitted and self.state == "joining")
 
     @property
@@ -74,7 +74,7 @@ class Member:
 
 
 class Members:
-    """Who is there."""
+    """The peers that are there."""
 
     def __init__(self) -> None:
         self._by_peer: dict[str, Member] = {}
@@ -142,7 +142,7 @@ class Members:
         """How many peers of a stage were told to serve at their last heartbeat."""
         return len(self._admitted.get(stage, ()))
 
-    def everybody(self) -> list[Member]:
+    def all(self) -> list[Member]:
         """All peers."""
         return sorted(self._by_peer.values(), key=lambda member: (member.stage, member.peer_id))
 
@@ -155,13 +155,13 @@ class Members:
             self._by_peer[peer_id] = replace(member, report=report, seen_at=seen_at)
 
     def listen(self, stage: int, step: int) -> None:
-        """Every peer of the stage that waits for a state hears the reductions from `step` on."""
+        """Every peer of the stage that waits for a state listens to the all-reduces from `step` on."""
         for member in self.of_stage(stage, "syncing"):
             if member.listening_from is None:
                 self._by_peer[member.peer_id] = replace(member, listening_from=step)
 
     def stop_listening(self, key: tuple[str, str], step: int) -> None:
-        """A newcomer has missed the reduction of `step`: it needs a later state, if it is not fetching one already."""
+        """A listener has missed the all-reduce of `step`: it needs a later state, if it is not fetching one already."""
         member = self._by_peer.get(key[0])
         if member is None or member.report.incarnation != key[1] or member.listening_from is None:
             return
@@ -169,10 +169,10 @@ class Members:
             self._by_peer[key[0]] = replace(member, listening_from=None)
 
     def forget_steps(self) -> None:
-        """The run was rolled back: no state counts until its peer's next heartbeat, and nobody is left out."""
+        """The run was rolled back: no state counts until its peer's next heartbeat, and no peer is excluded."""
         self._excluded.clear()
         self._admitted.clear()
-        for member in self.everybody():
+        for member in self.all():
             self._by_peer[member.peer_id] = replace(
                 member,
                 report=replace(member.report, step=0, state_digest="", state="unknown"),
@@ -198,8 +198,8 @@ class Members:
             self._by_peer[peer_id] = replace(member, doubted_at=now)
 
     def excuse(self, seconds: float) -> None:
-        """Heartbeats could not be heard for so long."""
-        for member in self.everybody():
+        """No heartbeat could be heard for this long: silence is not held against any peer."""
+        for member in self.all():
             self._by_peer[member.peer_id] = replace(member, seen_at=member.seen_at + seconds)
 
     def silent(self, now: float, limit_s: float = SILENT_S) -> list[Member]:

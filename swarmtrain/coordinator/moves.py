@@ -10,10 +10,10 @@ import asyncio
 
 from swarmtrain.chain.rebalancing import Costs, MoveRules, RebalanceRule, with_known_speeds
 from swarmtrain.coordinator.context import RunContext
-from swarmtrain.coordinator.members import Member as Verdict
+from swarmtrain.coordinator.members import Member
 from swarmtrain.observe.events import MoveGranted, MoveRefused
 from swarmtrain.route.moves import LeaveRequest, MoveArbiter
-from swarmtrain.route.rebalance import Member, stage_capacities
+from swarmtrain.route.rebalance import PeerCapacity, stage_capacities
 from swarmtrain.route.views import narrower
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import AskMove, Code, MoveAnswered, SeekStage, StageFound
@@ -40,7 +40,7 @@ class Moves:
             raise Refusal(Code.WRONG_STAGE, f"the run has stages 0 to {count - 1}")
         now = asyncio.get_running_loop().time()
         self._expected.pop(peer_id, None)
-        members = self._everybody(now, without=peer_id)
+        members = self._expected_members(now, without=peer_id)
         capacities = stage_capacities(members, self._costs.costs)
         sizes = [sum(member.stage == stage for member in members) for stage in range(count)]
         stage = min(possible, key=lambda index: (capacities[index], sizes[index], index))
@@ -65,7 +65,7 @@ class Moves:
         return MoveAnswered(answer.granted, answer.why)
 
     def on_their_way(self) -> list[str]:
-        """Who was sent to a stage and has not shown up there yet."""
+        """Peers that were sent to a stage and have not shown up there yet."""
         now = asyncio.get_running_loop().time()
         waiting = {**self._expected, **self._moving}
         return [peer_id for peer_id, (_, until) in waiting.items() if until > now]
@@ -77,34 +77,34 @@ class Moves:
     def _tell_arbiter(self, now: float) -> None:
         """The arbiter learns who serves and who is gone; a mover on its way is neither."""
         members = self._context.members
-        for member in with_known_speeds(self._as_member(item) for item in members.everybody()):
-            verdict = members.get(member.peer_id)
-            if verdict is not None and member.state == "serving":
-                self._arbiter.serving(member, verdict.report.assignment)
+        for member in with_known_speeds(self._as_member(item) for item in members.all()):
+            known = members.get(member.peer_id)
+            if known is not None and member.state == "serving":
+                self._arbiter.serving(member, known.report.assignment)
                 if self._moving.get(member.peer_id, (-1, 0.0))[0] == member.stage:
                     self._moving.pop(member.peer_id)
         self._moving = {peer_id: item for peer_id, item in self._moving.items() if item[1] > now}
         for peer_id in self._arbiter.known():
-            verdict = members.get(peer_id)
-            is_serving = verdict is not None and verdict.state == "serving"
+            known = members.get(peer_id)
+            is_serving = known is not None and known.state == "serving"
             if not is_serving and peer_id not in self._moving:
                 self._arbiter.gone(peer_id)
 
-    def _everybody(self, now: float, *, without: str) -> list[Member]:
+    def _expected_members(self, now: float, *, without: str) -> list[PeerCapacity]:
         """All that serve, arrive, or have been sent somewhere and are not there yet."""
-        members = {item.peer_id: self._as_member(item) for item in self._context.members.everybody()}
+        members = {item.peer_id: self._as_member(item) for item in self._context.members.all()}
         for waiting in (self._expected, self._moving):
             for peer_id, (stage, until) in list(waiting.items()):
                 known = members.get(peer_id)
                 if until <= now or (known is not None and known.stage == stage):
                     waiting.pop(peer_id)
                 else:
-                    members[peer_id] = Member(peer_id, stage, known.speed if known else 0.0, state="joining")
+                    members[peer_id] = PeerCapacity(peer_id, stage, known.speed if known else 0.0, state="joining")
         members.pop(without, None)
         return with_known_speeds(members.values())
 
-    def _as_member(self, item: Verdict) -> Member:
-        return Member(
+    def _as_member(self, item: Member) -> PeerCapacity:
+        return PeerCapacity(
             peer_id=item.peer_id,
             stage=item.stage,
             speed=self._costs.speed(item.stage, item.report.forward_ms, item.report.backward_ms),

@@ -73,7 +73,7 @@ class RunObserver:
         context, status = self.context, self.keeper.status
         up, down = context.node.transfers()
         links = context.node.links()
-        members = context.members.everybody()
+        members = context.members.all()
         with self._process.oneshot():
             memory_bytes, cpu = self._process.memory_info().rss, self._process.cpu_times()
         return {
@@ -125,7 +125,7 @@ class RunObserver:
                 "targets": [member.metrics],
                 "labels": {"stage": str(member.stage), "peer": member.peer_id, "name": member.name},
             }
-            for member in self.context.members.everybody()
+            for member in self.context.members.all()
             if member.metrics
         ]
 
@@ -153,7 +153,7 @@ class RunObserver:
         }
 
     def _contributors(self, members: list[Member]) -> list[dict[str, Any]]:
-        """Who has done most, people who have left included."""
+        """The peers that have done most, those that have left included."""
         tally = self.context.tally
         names = {**tally.names, **{member.peer_id: member.name for member in members if member.name}}
         here = {member.peer_id for member in members}

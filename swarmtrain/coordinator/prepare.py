@@ -46,8 +46,8 @@ class PreparedStage:
     stage: int
     digest: str
     squared_norm: float
-    members: tuple[Member, ...]  # who holds it
-    shares: Shares  # who answered for which microbatches
+    members: tuple[Member, ...]  # peers that hold it
+    shares: Shares  # which peer answered for which microbatches
     listeners: tuple[tuple[Member, asyncio.Task[object]], ...]  # newcomers, and whether they have heard it
     request: Prepare  # asked again, whoever holds it says the same
     answered_at: float  # on the loop's clock
@@ -61,7 +61,7 @@ class _Side:
     stage: int
     shares: Shares
     members: list[Member]
-    absent: set[tuple[str, str]]  # who has work in the books, and is not there any more
+    absent: set[tuple[str, str]]  # peers that have work in the books, and are gone
 
 
 class Preparer:
@@ -127,7 +127,7 @@ class Preparer:
             await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(num_failed, 10)))
 
     async def is_held(self, prepared: PreparedStage) -> bool:
-        """Whether somebody who holds this sum is still there: other stages may have taken long since it was made.
+        """Whether a peer that holds this sum is still there: other stages may have taken long since it was made.
 
         Who answered long ago, or whose link has ended since, is asked again; who does not answer is lost.
         """
@@ -147,20 +147,20 @@ class Preparer:
         return _Side(stage, shares, members, shares.keys() - {member.key for member in members})
 
     def _participants(self, stage: int, shares: Shares) -> list[Member]:
-        """Whoever has work in the step, and every other serving peer as a receiver."""
-        everybody, step = self._context.members.answering(stage), self._context.step
-        found = [m for m in everybody if m.key in shares or (m.is_ready and m.step == step)]
-        # More than a roster holds: those without work are spares, and fetch a state when there is room.
+        """The peers that have work in the step, and every other serving peer as a receiver."""
+        answering, step = self._context.members.answering(stage), self._context.step
+        found = [m for m in answering if m.key in shares or (m.is_ready and m.step == step)]
+        # More than a roster holds: those without work are spares, and fetch a state when a place is free.
         return sorted(found, key=lambda m: m.key not in shares)[:MAX_SERVING] if len(found) > MAX_SERVING else found
 
     def _listeners(self, side: _Side, step: int) -> list[Member]:
-        """Newcomers that hear this step's reduction; who has work in it is one of the members already."""
+        """Newcomers that listen to this step's all-reduce. A peer with work in it is a member already."""
         waiting = [m for m in self._context.members.of_stage(side.stage, "syncing") if m.key not in side.shares]
         found = [m for m in waiting if m.listening_from is not None and m.listening_from <= step]
         return found[:MAX_LISTENERS]
 
     def _tell_listeners(self, side: _Side, request: Prepare) -> tuple[tuple[Member, asyncio.Task[object]], ...]:
-        """Newcomers receive the reduced gradient, too; nobody waits for them."""
+        """Listeners receive the reduced gradient too; no member waits for them."""
         named = {entry.peer_id for entry in request.roster}
         return tuple(
             (member, self._context.in_background(self._ask_listener(member, request)))
@@ -189,7 +189,7 @@ class Preparer:
         }
 
     def _roster(self, sides: list[_Side], step: int, size: int) -> tuple[RosterEntry, ...]:
-        """Who adds up `size` elements: all members of these stages; newcomers listen."""
+        """The roster that all-reduces `size` elements: all members of these stages, and newcomers as listeners."""
         members = [(member, side.shares) for side in sides for member in side.members]
         listeners = [(member, side.shares) for side in sides for member in self._listeners(side, step)]
         owned = owned_elements(size, [member.rates for member, _ in members])
@@ -204,7 +204,7 @@ class Preparer:
         )
 
     async def _ask_all(self, asked: list[tuple[Member, Prepare]]) -> list[Reply]:
-        """Everybody's answer. The first failure ends the attempt: who has not answered soon after is not waited for.
+        """All answers. The first failure ends the attempt: members that do not answer soon after are not waited for.
 
         So does one who says nothing, and when nothing moves any more.
         """
@@ -268,7 +268,7 @@ class Preparer:
         return NetError(f"answered {answer.wire.kind}")
 
     async def _leave_out(self, blame: Blame, sides: list[_Side], answers: list[Reply]) -> None:
-        """Whoever others cannot reduce with: over both stages of a group, since they reduce with each other."""
+        """The peers that others cannot reduce with: over both stages of a group, since they reduce with each other."""
         context, members = self._context, [member for side in sides for member in side.members]
         if all(isinstance(answer, Prepared) for answer in answers):
             left_out = [
@@ -297,9 +297,9 @@ class Preparer:
             elif isinstance(answer, CallRefused):
                 if answer.code in (Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
                     await context.lose(member, f"cannot take part in step {request.step}: {answer.code}")
-            elif not isinstance(answer, HostDownError):  # that is nobody's fault but this host's
+            elif not isinstance(answer, HostDownError):  # that is this host's own fault
                 # Who only says nothing would be back with its next heartbeat, and cost as much in every step. Unless
-                # nobody else has the state: then there is nothing to be done without it.
+                # no other peer has the state: then there is nothing to be done without it.
                 others = [m for m in servers(context.members, member.stage, context.step) if m.key != member.key]
                 must_sync = isinstance(answer, CallTimeout) and bool(others)
                 await context.lose(member, str(answer), must_sync=must_sync)
@@ -321,10 +321,10 @@ def _listener(watch: AttemptWatch, member: Member) -> OnProgress:
 def _overdue(watch: AttemptWatch, member: Member, now: float) -> Reply:
     """What is made of a member that has not answered when its attempt has ended."""
     if member.peer_id in watch.silent(now):
-        return CallTimeout(f"it has not said for {SILENT_S:.0f} s how its reduction goes")
+        return CallTimeout(f"it has not reported on its all-reduce for {SILENT_S:.0f} s")
     if not watch.has_stalled(now):
         return None
-    return watch.complaint(member.peer_id) or CallTimeout("its reduction stands still, and it waits for nobody")
+    return watch.complaint(member.peer_id) or CallTimeout("its all-reduce stands still, and it waits for no peer")
 
 
 def _slices(sides: list[_Side]) -> list[slice]:

@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 WATCH_S = 0.5
 ELECTION_S = 6.0  # how long a restarted coordinator waits for more than half of those who know a stage's state
-DOUBT_S = 1.0  # a peer whose link broke has so long to call again before its stage is said to be empty
+DOUBT_S = 1.0  # a peer whose link broke may call again for this long before its stage counts as empty
 FIRST_RETRY_S = 0.5  # between attempts at the last checkpoint: twice as long after each that fails, up to
 MAX_FETCH_RETRY_S = 5.0  # where peers did not give a state, or
 MAX_WRITE_RETRY_S = 60.0  # where it could not be written: every attempt fetches all states, and a full disk stays full
 WRITE_PATIENCE_S = 20.0  # how long a run that goes back waits for a newer checkpoint that is still being fetched
-ROLL_BACK_AFTER_S = 8.0  # a stage whose state nobody holds for so long, although somebody waits to host it, is lost
+ROLL_BACK_AFTER_S = 8.0  # a stage whose state no peer holds for this long, although one waits to host it, is lost
 
 
 class _StageLost(Exception):
@@ -91,7 +91,7 @@ class Run:
             await asyncio.gather(working, losing, return_exceptions=True)
 
     async def _lost_stage(self) -> int:
-        """Returns a stage whose state no peer has held for a while, although somebody is there to host it.
+        """Returns a stage whose state no peer has held for a while, although one is there to host it.
 
         Before that nothing would be won by going back: a peer that was stopped may still return with the state.
         """
@@ -103,10 +103,10 @@ class Run:
             has_newest = run.step == self._checkpoints.step and not run.is_applying  # nothing to go back to
             for stage in range(context.manifest.stages.count):
                 serving = context.members.of_stage(stage, "serving")
-                resting = context.members.of_stage(stage, "draining", "paused")
-                is_held = any(run.holds(member) for member in [*serving, *resting])
+                paused = context.members.of_stage(stage, "draining", "paused")
+                is_held = any(run.holds(member) for member in [*serving, *paused])
                 reachable = [member for member in serving if not self._is_doubted(member)]
-                self._note_stage(stage, empty=not reachable)  # who rests keeps the state, and takes no work
+                self._note_stage(stage, empty=not reachable)  # a paused peer keeps the state, and takes no work
                 can_return = bool(context.members.of_stage(stage, "serving", "syncing", "joining"))
                 if is_held or not can_return or has_newest:
                     since.pop(stage, None)
@@ -146,7 +146,7 @@ class Run:
 
         def ready() -> bool:
             empty = [stage for stage in range(count) if not servers(context.members, stage, context.step)]
-            enough = len(context.members.everybody()) >= self._min_peers
+            enough = len(context.members.all()) >= self._min_peers
             self._note_wait(empty, enough)
             return not empty and enough
 
@@ -159,12 +159,12 @@ class Run:
             await self._elect(unknown)
 
     async def _elect(self, stages: list[int]) -> None:
-        """After a restart: the digests of these stages' states, which nobody could note in the journal any more."""
+        """After a restart: the digests of these stages' states, which were not noted in the journal in time."""
         context = self._context
 
         def vote(stage: int, *, is_final: bool) -> str:
             book = context.stages[stage]
-            there = [m for m in context.members.everybody() if m.stage == stage and m.answers]
+            there = [m for m in context.members.all() if m.stage == stage and m.answers]
             held = {m.key: m.report.state_digest for m in there if has_state(m, context.step, book)}
             return elected({**book.votes, **held}, book.voters, is_final=is_final) if held else ""
 
@@ -253,7 +253,7 @@ class Run:
         self._say_wait(None)
 
     async def _write_last(self) -> bool:
-        """One attempt to write a checkpoint of where the run stands, from everybody who has the state."""
+        """One attempt to write a checkpoint of where the run stands, from all peers that have the state."""
         context = self._context
         await self._all_stages_served()
         keepers = tuple(

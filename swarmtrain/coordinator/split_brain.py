@@ -3,8 +3,8 @@
 A coordinator that was started on an old copy of its directory would set a healthy run back: it takes the next term,
 which peers obey, and knows of none of the steps since the copy was made. Those who know better are its rivals, whose
 claims the run's key has signed, and the run's peers: each says how many steps it has applied, and in which term. In a
-term that the journal knows of, nobody can have applied a step that is not in it, since a decision is journaled before
-anybody hears of it. (States of earlier terms may be ahead: the run has gone back since.)
+term that the journal knows of, no peer can have applied a step that is not in it, since a decision is journaled before
+a peer hears of it. (States of earlier terms may be ahead: the run has gone back since.)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Known:
     num_steps: int
 
     def is_behind(self, term: int, step: int) -> bool:
-        """Whether somebody who came to `step` applied steps in `term` has seen what this journal has not."""
+        """Whether a peer that came to `step` applied steps in `term` has seen what this journal has not."""
         return term >= self.term and step > self.num_steps
 
     def error(self, who: str, step: int) -> StaleJournal:
@@ -72,10 +72,10 @@ class Known:
 
 
 async def next_term(directory: Directory, own: Claim, known: Known, num_stages: int) -> int:
-    """The term that this coordinator takes. Superseded if somebody coordinates under that or a later one, unless on an
-    old copy of this journal; StaleJournal if it is this journal that is the old copy.
+    """The term that this coordinator takes.
 
-    Whom this process cannot see yet it finds while it runs.
+    Superseded if another process coordinates under that or a later one, unless on an old copy of this journal;
+    StaleJournal if it is this journal that is the old copy. A rival that is not listed yet is found later.
     """
     term = own.term
     for rival in await _claims(directory, own):

@@ -50,10 +50,10 @@ class StepDriver:
         return result
 
     async def _prepared(self, step: int, books: StepBooks) -> list[PreparedStage]:
-        """The reduced sums of all stages, each held by somebody who is there now.
+        """The reduced sums of all stages, each held by a peer that is there now.
 
         Those who held a stage's sum may all have died while another stage was still at its own. To decide on a sum that
-        nobody holds would take the whole run back: the stage is prepared again instead, and the others keep what they
+        no peer holds would take the whole run back: the stage is prepared again instead, and the others keep what they
         have.
         """
         found: dict[tuple[int, ...], list[PreparedStage]] = {}

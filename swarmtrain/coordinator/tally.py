@@ -1,4 +1,4 @@
-"""Who has done how much, and over which links: from the decided books and from the routes of answers. No I/O."""
+"""What each peer has done, and over which links: from the decided books and from the routes of answers. No I/O."""
 
 from __future__ import annotations
 

@@ -28,11 +28,10 @@ from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.service import peer_routes
 from swarmtrain.p2p.errors import BootstrapError
 from swarmtrain.p2p.network import HostOptions, NetworkHost
-from swarmtrain.peer.announcing import Announcing
 from swarmtrain.peer.assignment import Assignment, Departure, open_assignment
 from swarmtrain.peer.compute import Stopped
 from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, Strangers, directory_rules
-from swarmtrain.peer.heartbeats import HeartbeatLoop
+from swarmtrain.peer.heartbeats import Announcing, HeartbeatLoop
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
 from swarmtrain.peer.microbatch import Microbatches

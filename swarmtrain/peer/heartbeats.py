@@ -1,4 +1,8 @@
-"""A peer's life with its coordinator: it shows heartbeats, and does what each answer says."""
+"""What a peer tells of itself, and obeying what it is told.
+
+`HeartbeatLoop` sends heartbeats to the coordinator and obeys its verdicts. `Announcing` keeps the peer's record in the
+directory, under its stage: callers of that stage find it there. Both say the same of the peer, a `PeerReport`.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,63 @@ import asyncio
 import contextlib
 import logging
 
+from swarmtrain.chain.neighbours import RECORD_LIFE_S, stage_topic
+from swarmtrain.directory.directory import Directory
+from swarmtrain.errors import SwarmtrainError
 from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.p2p.errors import NetError
+from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.peer.assignment import Assignment, Departure
 from swarmtrain.peer.contacts import CoordinatorLink
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
 from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import PeerOptions
-from swarmtrain.peer.report import peer_report
 from swarmtrain.peer.step import StepProtocol
 from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.waiting import wait_event
 from swarmtrain.wire.messages import Acknowledged, Code, Directive, Heartbeat, Leave, Resync, Verdict
-from swarmtrain.wire.peer_report import STALLED
+from swarmtrain.wire.peer_report import STALLED, PeerReport, published
+from swarmtrain.wire.records import pack_record
 
 log = logging.getLogger(__name__)
 
-ENROLL_S = 2.0
+HEARTBEAT_S = 2.0
+ANNOUNCE_S = 15.0
+GONE_LIFE_S = 5.0  # of the record of a peer that has moved
 _ACTIVE = (PeerState.JOINING, PeerState.SYNCING, PeerState.SERVING)
+
+
+def peer_report(
+    assignment: Assignment,
+    options: PeerOptions,
+    state: str,
+    *,
+    state_digest: str = "",
+    addresses: tuple[str, ...] = (),
+) -> PeerReport:
+    """How things stand now."""
+    peer, stage = assignment.peer, assignment.stage
+    return PeerReport(
+        stage=peer.stage,
+        state=state,
+        incarnation=peer.incarnation,
+        step=assignment.clock.step,
+        state_digest=state_digest,
+        state_term=peer.state_term,
+        assignment=assignment.version,
+        forward_ms=1000 * stage.forward_s,
+        backward_ms=1000 * stage.backward_s,
+        queue_ms=1000 * stage.compute.backlog_s(),
+        up_bytes_per_s=options.max_up_bytes_per_s,
+        down_bytes_per_s=options.max_down_bytes_per_s,
+        relayed=options.behind_nat,
+        pinned=not options.may_move,
+        served_s=assignment.served_s,
+        download_s=assignment.download_s,
+        addresses=published(addresses),
+    )
 
 
 class HeartbeatLoop:
@@ -58,7 +99,7 @@ class HeartbeatLoop:
         link, assignment, peer = self._link, self._assignment, self._peer
         while True:
             assignment.heartbeat_now.clear()  # before the sign: what changes while it is answered is told at once
-            pause_s = ENROLL_S
+            pause_s = HEARTBEAT_S
             try:
                 if link.peer_id is None or link.wants_look:
                     link.wants_look = False
@@ -68,7 +109,7 @@ class HeartbeatLoop:
             except NetError as error:
                 log.info("the coordinator does not answer: %s", error)
                 if isinstance(error, CallRefused) and error.code == Code.NOT_SERVING:
-                    pause_s = min(ENROLL_S, max(0.1, error.retry_after_s))  # it is still starting
+                    pause_s = min(HEARTBEAT_S, max(0.1, error.retry_after_s))  # it is still starting
                 assignment.unheard()
                 await self._look_for_it()
                 if link.peer_id is not None:
@@ -76,14 +117,14 @@ class HeartbeatLoop:
                 if link.is_over:
                     self._departure.leave("the run is complete")
             is_syncing = peer.state is PeerState.SYNCING
-            await wait_event(assignment.heartbeat_now, min(pause_s, ENROLL_S / 4) if is_syncing else pause_s)
+            await wait_event(assignment.heartbeat_now, min(pause_s, HEARTBEAT_S / 4) if is_syncing else pause_s)
 
     async def _look_for_it(self) -> None:
         """Read the directory; after an outage that can take long, and meanwhile the coordinator may be back where it
         was: so it is waited for a moment only, and goes on by itself."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._link.look(), name="look for the coordinator")
-        await asyncio.wait([self._looking], timeout=ENROLL_S)
+        await asyncio.wait([self._looking], timeout=HEARTBEAT_S)
 
     async def told_to_leave(self, message: Leave, exchange: Exchange) -> Acknowledged:
         """Answer `Leave`."""
@@ -186,3 +227,44 @@ class HeartbeatLoop:
             metrics=self._metrics_at,
             spent=self._observer.spent(),
         )
+
+
+class Announcing:
+    """Keeps the record of one assignment fresh."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        options: PeerOptions,
+        directory: Directory,
+        host: NetworkHost,
+        link: CoordinatorLink,
+    ) -> None:
+        self._assignment, self._options = assignment, options
+        self._directory, self._host, self._link = directory, host, link
+        self._topic = stage_topic(assignment.peer.stage)
+
+    async def run(self) -> None:
+        """Announce now and then, and whenever something has changed, until it is cancelled."""
+        assignment = self._assignment
+        while True:
+            assignment.announce_now.clear()
+            try:
+                await self._directory.announce(self._topic, self._record(), RECORD_LIFE_S)
+            except SwarmtrainError as error:
+                log.info("cannot announce this peer: %s", error)
+            await wait_event(assignment.announce_now, min(ANNOUNCE_S, self._link.rules.look_s))
+
+    async def withdraw(self, *, moves: bool) -> None:
+        """This peer does not host the stage any more. Of one that moves, a record says so, and soon expires."""
+        self._directory.withdraw(self._topic)
+        if not moves:
+            return
+        with contextlib.suppress(SwarmtrainError):
+            await self._directory.announce(self._topic, self._record(), GONE_LIFE_S)
+        self._directory.withdraw(self._topic)
+
+    def _record(self) -> bytes:
+        assignment = self._assignment
+        state = STALLED if assignment.stage.device.hangs else assignment.peer.state.value
+        return pack_record(peer_report(assignment, self._options, state, addresses=self._host.addresses()))

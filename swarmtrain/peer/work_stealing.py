@@ -91,13 +91,13 @@ class Thief:
             self._came_early = False
             try:
                 if (await peer.node.call(other, request, ASK_S, expect=StealReply)).is_stolen:
-                    self._policy.gave(other)
+                    self._policy.stole(other)
                     if not self._came_early:
                         self._promised.append(loop.time() + PROMISE_S)
                     return
             except NetError as error:  # it has gone, or has moved on
                 log.debug("%s was asked for work: %s", other[-8:], error)
-        self._policy.nobody_gave()
+        self._policy.failed()
 
     def _load_s(self) -> float:
         """What this peer holds and what is on its way: else it would ask for more with every pass until that comes."""

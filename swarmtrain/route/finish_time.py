@@ -25,7 +25,7 @@ class FinishTimePolicy:
     """Better of two candidates by predicted finish, both drawn in proportion to service rate.
 
     Drawing by rate bounds the herd: however many senders share one stale view, no peer is expected to get more than
-    twice its fair share of their picks. (Drawing among the few that look best sends everybody to those few.)
+    twice its fair share of their picks. (Drawing among the few that look best sends all callers to those few.)
     """
 
     def __init__(self, table: PeerTable, rng: random.Random, options: RouterOptions) -> None:
@@ -120,7 +120,7 @@ class FinishTimePolicy:
     def _newcomer(self, offer: Offer) -> PeerEstimate:
         """Its clock starts when it is first looked at: however slow it seems, its turn comes.
 
-        Of a stage that is too large to remember, only those are remembered who got something: the others would be
+        Of a stage that is too large to remember, only the peers that got work are remembered: the others would be
         forgotten before their turn.
         """
         if len(self._table.snapshot.offers) <= MAX_KNOWN:
@@ -167,7 +167,7 @@ class FinishTimePolicy:
         """Seconds that one microbatch of mine occupies this peer or the path to it.
 
         What all links have in common is the own uplink, which says nothing about the peer: only the time above that of
-        the best link counts. A round trip occupies nobody and is not charged at all.
+        the best link counts. A round trip occupies no peer and is not charged at all.
         """
         service_s, goodput = offer.announced_s, 0.0
         if known is not None:

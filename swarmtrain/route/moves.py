@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from swarmtrain.route.rebalance import Member, PlannedMove, RebalanceOptions, is_worth_it
+from swarmtrain.route.rebalance import PeerCapacity, PlannedMove, RebalanceOptions, is_worth_it
 
 PATIENCE_S = 30.0  # how long a mover waits for the coordinator's answer
 SECOND_LOOK_S = (5.0, 10.0)
@@ -148,13 +148,13 @@ class Mover:
 class _Assignment:
     """Where the arbiter believes a peer to be; `target` is set while it is permitted to leave `member.stage`."""
 
-    member: Member
+    member: PeerCapacity
     version: int
     target: int | None = None
 
 
 class MoveArbiter:
-    """The coordinator's side: who serves which stage, and who has been permitted to leave it.
+    """The coordinator's side: which peers serve which stage, and which have been permitted to leave it.
 
     A stage is never left with fewer than `min_left` peers by moves, and at least one. Against crashes and peers that
     exit no arbiter helps; `min_left` of two is for them.
@@ -167,7 +167,7 @@ class MoveArbiter:
         self._assignments: dict[str, _Assignment] = {}
         self._last_version: dict[str, int] = {}  # also of peers that are gone: a late announcement must not revive them
 
-    def serving(self, member: Member, version: int) -> bool:
+    def serving(self, member: PeerCapacity, version: int) -> bool:
         """The peer announces its stage and speed. False: old news, ignored; it must announce a higher version."""
         last = self._last_version.get(member.peer_id)
         if (last is not None and version < last) or not 0 <= member.stage < len(self._costs):

@@ -42,10 +42,10 @@ class Policy(Protocol):
     """What the router asks of a way to choose."""
 
     def choose(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> Candidate | None:
-        """Whom to send to, or None when nobody is usable. Charges nothing."""
+        """The peer to send to, or None when no peer is usable. Charges nothing."""
 
     def explore(self, num_bytes: float, now: float, exclude: AbstractSet[str]) -> Candidate | None:
-        """Once in a while somebody whatever the score, so that a wrong estimate is corrected; mostly None."""
+        """Once in a while any peer, whatever its score, so that a wrong estimate is corrected; mostly None."""
 
     def candidate(self, position: int, num_bytes: float, now: float) -> Candidate:
         """Look at one position."""

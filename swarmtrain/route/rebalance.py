@@ -1,4 +1,4 @@
-"""Which stage needs help, and who should go there.
+"""Which stage needs help, and which peers should go there.
 
 Everything is computed from the directory's records, so peers with the same view come to the same plan; who of them may
 really leave is settled in `moves.py`. The SWARM paper's queue-length rule (appendix D) is here for comparison only.
@@ -17,7 +17,7 @@ ARRIVING = frozenset({"joining", "syncing"})
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PeerCapacity:
     """One peer as rebalancing sees it. `stage` is where it serves, or where it is going to if it is arriving."""
 
     peer_id: str
@@ -53,10 +53,10 @@ class RebalanceOptions:
     min_left: int = 2  # serving peers that must stay behind in the mover's stage
     min_stay_s: float = 60.0
     stay_per_download: float = 10.0  # minimum stay, in units of the time that the last download took
-    stages_per_move: int = 8  # at most one move per so many stages (and at least one) in one plan
+    stages_per_move: int = 8  # a plan has at most one move per this many stages, and at least one
 
 
-def stage_capacities(members: Sequence[Member], costs: Sequence[float]) -> list[float]:
+def stage_capacities(members: Sequence[PeerCapacity], costs: Sequence[float]) -> list[float]:
     """Microbatches per second of each stage, arriving peers included. Members of unknown stages are ignored."""
     capacities = [0.0] * len(costs)
     for member in members:
@@ -65,7 +65,7 @@ def stage_capacities(members: Sequence[Member], costs: Sequence[float]) -> list[
     return capacities
 
 
-def stage_sizes(members: Sequence[Member], num_stages: int) -> list[int]:
+def stage_sizes(members: Sequence[PeerCapacity], num_stages: int) -> list[int]:
     """How many peers each stage has, with those that are arriving."""
     sizes = [0] * num_stages
     for member in members:
@@ -77,7 +77,7 @@ def stage_sizes(members: Sequence[Member], num_stages: int) -> list[int]:
 def is_worth_it(
     capacities: Sequence[float],
     sizes: Sequence[int],
-    member: Member,
+    member: PeerCapacity,
     costs: Sequence[float],
     move: tuple[int, int],
     options: RebalanceOptions,
@@ -102,7 +102,7 @@ def is_worth_it(
 
 
 def plan_moves(
-    members: Sequence[Member], costs: Sequence[float], now: float, options: RebalanceOptions | None = None
+    members: Sequence[PeerCapacity], costs: Sequence[float], now: float, options: RebalanceOptions | None = None
 ) -> list[PlannedMove]:
     """The moves that all should agree on, best first; no two of them touch the same stage.
 
@@ -141,7 +141,7 @@ def plan_moves(
 
 
 def gain_of_move(
-    capacities: Sequence[float], member: Member, costs: Sequence[float], source: int, target: int
+    capacities: Sequence[float], member: PeerCapacity, costs: Sequence[float], source: int, target: int
 ) -> float:
     """By which factor, less one, the weaker of the two stages rises above what `target` has now; infinite from zero."""
     before = capacities[target]
@@ -152,11 +152,11 @@ def gain_of_move(
 
 
 def _movable_by_stage(
-    members: Sequence[Member], num_stages: int, now: float, options: RebalanceOptions
-) -> list[list[Member]]:
-    """Per stage, who may leave it; nobody where too few would stay behind."""
+    members: Sequence[PeerCapacity], num_stages: int, now: float, options: RebalanceOptions
+) -> list[list[PeerCapacity]]:
+    """Per stage, the peers that may leave it; none where too few would stay behind."""
     num_serving = [0] * num_stages
-    movable: list[list[Member]] = [[] for _ in range(num_stages)]
+    movable: list[list[PeerCapacity]] = [[] for _ in range(num_stages)]
     for member in members:
         if not 0 <= member.stage < num_stages or member.state != SERVING:
             continue
@@ -168,7 +168,7 @@ def _movable_by_stage(
 
 
 def choose_stage_for_newcomer(
-    members: Sequence[Member],
+    members: Sequence[PeerCapacity],
     costs: Sequence[float],
     speed: float,
     rng: random.Random,
@@ -216,13 +216,15 @@ def _water_level(ascending: Sequence[float], volume: float) -> float:
     return 0.0
 
 
-def plan_move_by_queues(members: Sequence[Member], num_stages: int, *, keep_one: bool = True) -> PlannedMove | None:
+def plan_move_by_queues(
+    members: Sequence[PeerCapacity], num_stages: int, *, keep_one: bool = True
+) -> PlannedMove | None:
     """SWARM's rule: the least loaded peer of the least loaded stage goes to the most loaded stage, unconditionally.
 
     Load is the number of waiting microbatches. `keep_one` is the guard that the published pseudocode lacks.
     """
     loads = [0] * num_stages
-    serving: list[list[Member]] = [[] for _ in range(num_stages)]
+    serving: list[list[PeerCapacity]] = [[] for _ in range(num_stages)]
     for member in members:
         if member.state == SERVING and 0 <= member.stage < num_stages:
             loads[member.stage] += member.queue_length
@@ -238,7 +240,7 @@ def plan_move_by_queues(members: Sequence[Member], num_stages: int, *, keep_one:
     return None if mover is None else PlannedMove(mover.peer_id, source, target, 0.0)
 
 
-def after_moves(members: Sequence[Member], moves: Sequence[PlannedMove], now: float) -> list[Member]:
+def after_moves(members: Sequence[PeerCapacity], moves: Sequence[PlannedMove], now: float) -> list[PeerCapacity]:
     """The members once these moves are done. For tests and for `plan`."""
     targets = {move.peer_id: move.target for move in moves}
     return [

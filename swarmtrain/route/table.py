@@ -10,7 +10,10 @@ from swarmtrain.route.views import Offer, StageSnapshot
 
 
 class PeerTable:
-    """Who may be picked now. Estimates exist only for peers this sender has dealt with, troubles while they last."""
+    """The peers that may be picked now.
+
+    Estimates exist only for peers this sender has dealt with, troubles while they last.
+    """
 
     __slots__ = ("estimates", "snapshot", "troubles")
 
@@ -62,7 +65,7 @@ class PeerTable:
         return [i for i, offer in enumerate(self.snapshot.offers) if self.is_usable(offer, now, exclude)]
 
     def lift_bans_if_all_banned(self, now: float, exclude: AbstractSet[str]) -> bool:
-        """When nobody is left who is not banned, everybody gets another chance: a wrong ban must not stop the run."""
+        """When all peers are banned, all bans are lifted: a wrong ban must not stop the run."""
         banned: list[Trouble] = []
         for offer in self.snapshot.offers:
             if offer.expires_at <= now or offer.peer_id in exclude:

@@ -1,9 +1,9 @@
 """A peer that runs out of work asks others of its stage, and one that has forwards waiting gives one away.
 
 What a sender knows of a queue is old by the time it matters: a processor stands idle while others of its stage have
-work waiting. So the idle one asks (work stealing, Blumofe and Leiserson 1999). Who gives refuses its caller and names
-the asker, and the caller sends the same bytes there: for the rules of the chain a refusal like any other. A request
-that is lost, late or a lie costs a detour, never a result.
+work waiting. So the idle one, the thief, asks (work stealing, Blumofe and Leiserson 1999). The victim refuses its
+caller and names the thief, and the caller sends the same bytes there: for the rules of the chain a refusal like any
+other. A request that is lost, late or a lie costs a detour, never a result.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import random
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-NUM_ASKED = 6  # of a stage, one after the other until somebody gives
+NUM_ASKED = 6  # victims of a stage, asked one after the other until one gives work
 MIN_PAUSE_S = 0.25  # between two rounds of asking: work that is shorter is not worth the messages
-MAX_PAUSE_S = 1.0  # if nobody gave the last times
+MAX_PAUSE_S = 1.0  # the back-off when no victim gave work
 MIN_WAIT_S = 0.25  # what would be done sooner where it is stays there: the detour takes as long
 MAX_EXCESS = 1.15
 
@@ -28,42 +28,42 @@ class StealPolicy(Generic[Peer]):
     def __init__(self, rng: random.Random, num_asked: int = NUM_ASKED) -> None:
         self._rng = rng
         self._num_asked = num_asked
-        self._giver: Peer | None = None
+        self._victim: Peer | None = None
         self._pause_s = MIN_PAUSE_S
         self._next_at = -math.inf
 
     def whom_to_ask(self, others: Sequence[Peer], now: float) -> list[Peer]:
-        """Who gave last, though it may have left, then others of its stage at random; nobody if it asked just now."""
+        """The last victim, though it may have left, then others of its stage at random; none during the back-off."""
         if now < self._next_at or not others:
             return []
         self._next_at = now + self._pause_s
-        giver, num_others = self._giver, len(others)
+        victim, num_others = self._victim, len(others)
         if num_others <= self._num_asked:
             chosen = self._rng.sample(others, num_others)
         else:  # one draw is much faster than many: some that are listed one after the other, from anywhere on
-            num_chosen, start = self._num_asked - (giver is not None), int(self._rng.random() * num_others)
+            num_chosen, start = self._num_asked - (victim is not None), int(self._rng.random() * num_others)
             chosen = list(others[start : start + num_chosen])
             if len(chosen) < num_chosen:
                 chosen += others[: num_chosen - len(chosen)]
-        if giver is None:
+        if victim is None:
             return chosen
-        return [giver, *(other for other in chosen if other != giver)]
+        return [victim, *(other for other in chosen if other != victim)]
 
-    def gave(self, giver: Peer) -> None:
+    def stole(self, victim: Peer) -> None:
         """One that was asked had something: it is likely to have more."""
-        self._giver, self._pause_s = giver, MIN_PAUSE_S
+        self._victim, self._pause_s = victim, MIN_PAUSE_S
 
-    def nobody_gave(self) -> None:
+    def failed(self) -> None:
         """The whole stage seems to lack work: it is asked less and less often."""
-        self._giver, self._pause_s = None, min(2.0 * self._pause_s, MAX_PAUSE_S)
+        self._victim, self._pause_s = None, min(2.0 * self._pause_s, MAX_PAUSE_S)
 
 
 def gives(*, waiting_s: float, load_s: float, asker_load_s: float, asker_service_s: float) -> bool:
-    """Whether a peer gives away the forward that it would do last, and that waits here for about `waiting_s`.
+    """Whether a victim gives up the forward that it would do last, and that waits there for about `waiting_s`.
 
-    `load_s` is what each of the two has committed itself to: both passes of all that it holds. Who stands idle while it
-    holds much only waits for its gradients to come back: with more it would fall behind when they do. So work goes to
-    those who hold no more than the giver, within what loads differ by chance.
+    `load_s` is what each of the two has committed itself to: both passes of all that it holds. A thief that stands
+    idle while it holds much only waits for its gradients to come back: with more it would fall behind when they do. So
+    work goes to thieves that hold no more than the victim, within what loads differ by chance.
     """
     return waiting_s > MIN_WAIT_S and asker_load_s + asker_service_s <= MAX_EXCESS * load_s
 

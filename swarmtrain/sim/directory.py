@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmtrain.route.rebalance import Member, stage_capacities
+from swarmtrain.route.rebalance import PeerCapacity, stage_capacities
 from swarmtrain.route.views import PeerView, StageSnapshot
 from swarmtrain.sim.peer import SimPeer
 from swarmtrain.sim.scenario import Scenario
@@ -19,7 +19,7 @@ class Directory:
         self._views: dict[int, PeerView] = {}
         self.snapshots: list[StageSnapshot] = [StageSnapshot(()) for _ in range(scenario.num_stages)]
         self.serving: list[list[SimPeer]] = [[] for _ in range(scenario.num_stages)]  # the peers in each snapshot
-        self.members: list[Member] = []
+        self.members: list[PeerCapacity] = []
         self.capacities = [0.0] * scenario.num_stages
 
     def refresh(self, now: float) -> None:
@@ -62,10 +62,10 @@ class Directory:
         )
         return PeerView(peer.peer_id, report, expires_at=peer.record_until, load_s=peer.load_s(cost))
 
-    def _member(self, peer: SimPeer) -> Member:
+    def _member(self, peer: SimPeer) -> PeerCapacity:
         """A peer that is about to move is listed in its new stage, so that no other peer follows it."""
         moving = peer.target >= 0
-        return Member(
+        return PeerCapacity(
             peer_id=peer.peer_id,
             stage=peer.target if moving else peer.stage,
             speed=peer.speed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from swarmtrain.route.moves import LeaveAnswer, MoveArbiter, Mover
-from swarmtrain.route.rebalance import Member, PlannedMove, newcomer_stage, plan_move_by_queues, plan_moves
+from swarmtrain.route.rebalance import PeerCapacity, PlannedMove, newcomer_stage, plan_move_by_queues, plan_moves
 from swarmtrain.sim.directory import link_rate
 from swarmtrain.sim.leases import Leases
 from swarmtrain.sim.peer import SimPeer
@@ -141,7 +141,7 @@ class Membership:
     def _announce(self, peer: SimPeer, version: int) -> None:
         """Tell the coordinator which stage the peer serves, with its new version."""
         self._versions[peer.number] = version
-        member = Member(peer.peer_id, peer.stage, peer.speed, link_rate(self._scenario, peer))
+        member = PeerCapacity(peer.peer_id, peer.stage, peer.speed, link_rate(self._scenario, peer))
         self._arbiter.serving(member, version)
 
     def _serve(self, peer: SimPeer) -> None:

@@ -42,11 +42,11 @@ class WorkStealing:
         # All victims are examined now, not when the request would reach them: jobs last much longer than that.
         for other in policy.whom_to_ask(self._world.directory.serving[peer.stage], now):
             if self._can_steal_from(other, peer) and self._pipeline.steal(other, peer, asked_after_s):
-                policy.gave(other)
+                policy.stole(other)
                 return
             asked_after_s += round_trip_s
         if asked_after_s > round_trip_s:
-            policy.nobody_gave()
+            policy.failed()
 
     def _can_steal_from(self, victim: SimPeer, peer: SimPeer) -> bool:
         incoming = victim.incoming

@@ -12,7 +12,7 @@ _NATIVE_FROM = 48 << 10  # bytes; below, the call itself costs more than it save
 
 
 def crc32(data: memoryview, crc: int = 0) -> int:
-    """zlib.crc32, whoever computes it."""
+    """The same number as zlib.crc32."""
     if len(data) >= _NATIVE_FROM and (loops := native()) is not None:
         whole = len(data) & ~15
         found = loops.crc32(np.frombuffer(data[:whole], dtype=np.uint8), crc)

@@ -1,4 +1,4 @@
-"""What can be wrong with received bytes, or with a message that somebody tries to send."""
+"""What can be wrong with received bytes, or with a message before it is sent."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class OutOfRange(WireError):
 
 
 class TooLong(WireError):
-    """A text, byte string, tuple, dictionary or blob above its limit."""
+    """A text, byte string, tuple, dictionary or blob that exceeds its limit."""
 
     error_id = "ST-WIRE-LENGTH"
 

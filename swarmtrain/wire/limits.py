@@ -10,7 +10,7 @@ from typing import Annotated, TypeAlias
 class Priority(IntEnum):
     """What goes first on a crowded wire. Lower numbers go first."""
 
-    CONTROL = 0  # leases, reports, votes, progress: small, and everybody waits for them
+    CONTROL = 0  # leases, reports, votes, progress: small, and much waits for them
     BOUNDARY = 1  # activations and gradients: the pipeline stalls without them
     ALL_REDUCE = 2  # gradient sums inside a stage
     STATE = 3  # downloads of newcomers, checkpoints
@@ -49,7 +49,7 @@ class BlobMark:
 
 
 # Bulk bytes. They travel raw behind the msgpack header, are not copied by encoding, and arrive as a memoryview of the
-# receive buffer, which nobody else holds. Every blob starts at a multiple of BLOB_ALIGNMENT of that buffer.
+# receive buffer, which has no other holder. Every blob starts at a multiple of BLOB_ALIGNMENT of that buffer.
 Blob: TypeAlias = Annotated[bytes | bytearray | memoryview, BlobMark()]
 
 BLOB_ALIGNMENT = 16

@@ -44,7 +44,7 @@ class Code(StrEnum):
     STALE_BASIS = "stale-basis"  # the sender's subspace basis is another one
     NEED_KEYFRAME = "need-keyframe"  # a message that builds on a state that is not here: send it whole
     BAD_TENSOR = "bad-tensor"  # wrong shape, damaged, or not finite
-    BAD_ROSTER = "bad-roster"  # a reduction that cannot be one of this stage
+    BAD_ROSTER = "bad-roster"  # not an all-reduce of this stage
     NOT_SERVING = "not-serving"  # joining, paused or draining
     BUSY = "busy"
     REDIRECTED = "redirected"  # another peer of the stage has stolen it: `redirect_to` names the thief
@@ -56,7 +56,7 @@ class Code(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Who served one stage of a microbatch. A restarted process is another incarnation: its ledger is empty."""
+    """The peer that served one stage of a microbatch. A restarted process is another incarnation, with no ledger."""
 
     stage: StageIndex
     peer_id: PeerId
@@ -68,7 +68,7 @@ Hops = Annotated[tuple[Hop, ...], MaxLength(1024)]
 
 @message(kind="work", priority=Priority.BOUNDARY)
 class Work(Message):
-    """One microbatch for one stage. Answer: `Done`, after everything below has finished. Progress: `Progress`."""
+    """One microbatch for one stage. Answer: `Done`, when all stages downstream are done. Progress: `Progress`."""
 
     run: RunId
     term: Term
@@ -77,16 +77,16 @@ class Work(Message):
     microbatch: MicrobatchIndex
     basis_epoch: Step
     evaluate: bool  # forward only: a validation microbatch
-    hints: Hops  # who is known to have taken it further down
+    hints: Hops  # the peers downstream that are known to have taken it
     tokens: Annotated[Blob, MaxLength(16 * MIB)]
     boundary: Annotated[Blob, MaxLength(256 * MIB)]  # empty for stage 0
     backlog_s: Seconds = 0.0  # other work that the caller has to do, when it sends this
-    is_stolen: bool = False  # somebody of the stage has given it away: it is not given away again
+    is_stolen: bool = False  # a peer of the stage was redirected from it: it is not stolen again
 
 
 @message(kind="done", priority=Priority.BOUNDARY)
 class Done(Message):
-    """The answer to `Work`: the gradient for the caller's output, the loss, who served, and where the time went."""
+    """The answer to `Work`: the gradient for the caller's output, the loss, the route, and where the time went."""
 
     loss: Annotated[float, AllowNonFinite()]
     route: Hops
@@ -95,7 +95,7 @@ class Done(Message):
     backward_s: Seconds
     gradient: Annotated[Blob, MaxLength(256 * MIB)]  # empty for stage 0 and for validation
     load_s: Seconds = 0.0  # both passes of everything that the callee holds now
-    waited_s: Seconds = 0.0  # in queues and for room in them, here and further down, also where it was given away
+    waited_s: Seconds = 0.0  # in queues and at their limits, here and downstream, detours of stolen work included
 
 
 @message(kind="progress", priority=Priority.CONTROL)
@@ -109,17 +109,17 @@ class Progress(Message):
 
 @message(kind="steal_request", priority=Priority.CONTROL)
 class StealRequest(Message):
-    """To another peer of the same stage: this one runs out of work. Answer: `StealReply`."""
+    """From a thief, a peer that runs out of work, to a victim of the same stage. Answer: `StealReply`."""
 
     run: RunId
     stage: StageIndex
-    load_s: Seconds  # both passes of everything that it holds, most of which is further down now
+    load_s: Seconds  # both passes of everything that it holds, most of which is downstream now
     service_s: Seconds  # both passes of one microbatch
 
 
 @message(kind="steal_reply", priority=Priority.CONTROL)
 class StealReply(Message):
-    """Whether something was given away. It comes from its caller, unless that has other plans."""
+    """Whether a microbatch was stolen. Its caller sends it, unless it chooses another peer."""
 
     is_stolen: bool
 
@@ -224,7 +224,7 @@ class RunOffer(Message):
 
 @dataclass(frozen=True, slots=True)
 class RosterEntry:
-    """A peer that takes part in a reduction, the microbatches it answers for, and the part of the sum it owns."""
+    """A peer in an all-reduce, the microbatches that it answers for, and the share of the sum that it owns."""
 
     peer_id: PeerId
     incarnation: Incarnation
@@ -234,7 +234,7 @@ class RosterEntry:
 
 @message(kind="prepare", priority=Priority.CONTROL)
 class Prepare(Message):
-    """Reduce the gradient of a step inside one stage. Answer: `Prepared` or `Unprepared`."""
+    """All-reduce the gradient of a step inside one stage. Answer: `Prepared` or `Unprepared`."""
 
     run: RunId
     term: Term
@@ -242,9 +242,9 @@ class Prepare(Message):
     step: Step
     attempt: Attempt
     roster: Annotated[tuple[RosterEntry, ...], MaxLength(4096)]
-    # Tied embeddings: the peers of the first and of the last stage, who add up both sides' gradient in one group.
+    # Tied embeddings: the peers of the first and of the last stage all-reduce both sides' gradient in one group.
     fused: Annotated[tuple[RosterEntry, ...], MaxLength(8192)] = ()
-    compress: bool = False  # use the run's gradient codec for this reduction
+    compress: bool = False  # use the run's gradient codec in this all-reduce
 
 
 @message(kind="preparing", priority=Priority.CONTROL)
@@ -268,10 +268,10 @@ class Prepared(Message):
 
 @message(kind="unprepared", priority=Priority.CONTROL)
 class Unprepared(Message):
-    """The books do not balance here, or the reduction failed."""
+    """The books do not balance here, or the all-reduce failed."""
 
     missing: Annotated[bytes, MaxLength(4 * MIB)]  # microbatches the roster names and the ledger lacks
-    suspects: Annotated[tuple[PeerId, ...], MaxLength(4096)]  # peers that did not deliver their part
+    suspects: Annotated[tuple[PeerId, ...], MaxLength(4096)]  # peers that did not deliver their shares
     reason: Text
 
 
@@ -286,7 +286,7 @@ class ReduceShare(Message):
     attempt: Attempt
     piece: Annotated[int, Range(0, 2**31)]
     values: Annotated[Blob, MaxLength(32 * MIB)]  # empty from a peer that has no work in this step
-    lane: Annotated[int, Range(0, 2)] = 0  # which of an attempt's reductions: `reduce.reduction.Lane`
+    lane: Annotated[int, Range(0, 2)] = 0  # which all-reduce of an attempt: `reduce.all_reduce.Lane`
 
 
 @message(kind="reduced_piece", priority=Priority.ALL_REDUCE)
@@ -308,7 +308,7 @@ class Apply(Message):
     learning_rate: float
     snapshot: bool  # keep a copy of the state after this step for a checkpoint
     basis: Digest = ""  # the subspace moves at this step, to the basis with this digest
-    basis_donors: Annotated[tuple[PeerId, ...], MaxLength(64)] = ()  # who has it
+    basis_donors: Annotated[tuple[PeerId, ...], MaxLength(64)] = ()  # peers that have it
 
 
 @message(kind="applied", priority=Priority.CONTROL)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rpc.helpers import until
 
-from swarmtrain.chain.dispatch import MAX_TAKEN, REST_S, Dispatcher, _Watch
+from swarmtrain.chain.dispatch import BACK_OFF_S, MAX_STOLEN, Dispatcher, _Watch
 from swarmtrain.chain.neighbours import router_options
 from swarmtrain.p2p.errors import PeerUnreachable
 from swarmtrain.route.router import Router
@@ -278,10 +278,10 @@ def test_a_taker_that_does_nothing_does_not_get_everything(does_its_forward: boo
         for _ in range(6):
             calls.append(asyncio.create_task(dispatcher.call(WORK, deadline_s=10, check=accept)))
             await until(lambda: len(took) + sum(call.done() for call in calls) == len(calls), "it has gone somewhere")
-        assert len(took) == (6 if does_its_forward else MAX_TAKEN)
+        assert len(took) == (6 if does_its_forward else MAX_STOLEN)
         ended.set()
         await asyncio.gather(*calls)
-        assert dispatcher._given == {}
+        assert dispatcher._stolen == {}
 
     run(main())
 
@@ -296,7 +296,7 @@ def test_who_gives_away_what_was_given_is_not_asked_again() -> None:
             assert but_for_waits(await dispatcher.call(WORK, deadline_s=5, check=accept)) == DONE
             assert [peer for peer, _ in node.calls][-1] == "c"
             assert len(node.calls) <= len(liars) + 2
-            assert set(neighbours.router.rests) == {REST_S}  # whatever they say themselves
+            assert set(neighbours.router.rests) == {BACK_OFF_S}  # whatever they say themselves
 
     run(main())
 

@@ -8,7 +8,7 @@ import pytest
 
 from swarmtrain.chain.rebalancing import Costs, MoveIntent, intent_of, members_of, with_known_speeds
 from swarmtrain.route.moves import Intent
-from swarmtrain.route.rebalance import Member, plan_moves
+from swarmtrain.route.rebalance import PeerCapacity, plan_moves
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.peer_report import PeerReport
 from swarmtrain.wire.records import pack_record
@@ -38,7 +38,7 @@ def test_who_has_not_computed_yet_counts_as_usual() -> None:
     fresh = replace(REPORT, forward_ms=0.0, backward_ms=0.0)
     members = members_of([{"a": REPORT, "b": fresh}, {}], COSTS, now=0.0)
     assert {member.speed for member in members} == {5.0}
-    assert with_known_speeds([Member("a", 0, 0.0)])[0].speed == 1.0
+    assert with_known_speeds([PeerCapacity("a", 0, 0.0)])[0].speed == 1.0
 
 
 @pytest.mark.parametrize(("up", "down"), [(2000.0, 0.0), (0.0, 2000.0), (2000.0, 9000.0), (9000.0, 2000.0)])

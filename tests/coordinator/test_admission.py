@@ -65,7 +65,7 @@ def test_the_state_before_a_decision_is_of_no_use_without_the_sum_that_was_decid
 
 
 @pytest.mark.parametrize(
-    ("holder", "reason"), [("b", "step 5 is being applied"), ("", "nobody has the state of stage 1")]
+    ("holder", "reason"), [("b", "step 5 is being applied"), ("", "no peer has the state of stage 1")]
 )
 def test_a_newcomer_hears_whether_the_step_is_being_applied_or_nobody_is_left_to_do_so(
     holder: str, reason: str
@@ -85,7 +85,7 @@ def test_while_a_decision_is_carried_out_a_stage_is_held_by_who_has_its_sum_or_h
     for peer_id, step in (("old", 4), ("other", 5), ("prepared", 5), ("applied", 6)):
         members.heartbeat(peer_id, changed(SIGN, step=step), 0.0)
     applying, before = Standing(5, 5, frozenset({("prepared", "1")})), Standing(5, 4)
-    everybody = members.everybody()
+    everybody = members.all()
     assert [member.peer_id for member in everybody if applying.holds(member)] == ["applied", "prepared"]
     assert [member.peer_id for member in everybody if before.holds(member)] == ["applied", "other", "prepared"]
 

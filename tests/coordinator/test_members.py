@@ -133,7 +133,7 @@ def test_only_those_who_wait_for_a_state_listen_and_each_from_its_own_step() -> 
     members.listen(0, 5)
     members.heartbeat("later", sign(state="syncing"), now=1.0)
     members.listen(0, 7)
-    assert {m.peer_id: m.listening_from for m in members.everybody()} == {"waiting": 5, "serving": None, "later": 7}
+    assert {m.peer_id: m.listening_from for m in members.all()} == {"waiting": 5, "serving": None, "later": 7}
     members.heartbeat("waiting", sign(state="syncing"), now=2.0)  # a heartbeat keeps it
     assert members.get("waiting").listening_from == 5  # type: ignore[union-attr]
     members.heartbeat("waiting", sign(), now=3.0)  # one who serves listens no more
@@ -157,7 +157,7 @@ def test_the_excluded_are_remembered_within_bounds() -> None:
         members.heartbeat(f"p{number}", sign(), now=0.0)
         members.remove(f"p{number}", excluded_at=0)
     assert len(members._excluded) == MAX_EXCLUDED
-    assert members.everybody() == []
+    assert members.all() == []
 
 
 @settings(deadline=None, max_examples=60)
@@ -167,7 +167,7 @@ def test_every_peer_is_in_one_place_at_a_time(signs: list[tuple[int, int, str]])
     for time, (peer, stage, state) in enumerate(signs):
         members.heartbeat(f"p{peer}", sign(stage=stage, state=state), now=float(time))
     last = {f"p{peer}": (stage, state) for peer, stage, state in signs}
-    assert {m.peer_id: (m.stage, m.state) for m in members.everybody()} == last
+    assert {m.peer_id: (m.stage, m.state) for m in members.all()} == last
     for stage in range(3):
         found = members.of_stage(stage, "serving")
         assert [m.peer_id for m in found] == sorted(p for p, place in last.items() if place == (stage, "serving"))

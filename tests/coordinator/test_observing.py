@@ -43,7 +43,7 @@ def test_contributors_that_left_keep_their_names_and_those_who_are_here_say_thei
     context.tally.names = {"here": "old", "gone": "otto"}
     missing = cast(Any, None)
     observer = RunObserver(context, missing, missing, invite="", refused={})
-    found = {item["peer"]: (item["name"], item["here"]) for item in observer._contributors(context.members.everybody())}
+    found = {item["peer"]: (item["name"], item["here"]) for item in observer._contributors(context.members.all())}
     assert found == {"here": ("new", True), "gone": ("otto", False), "nameless": ("", False)}
     assert context.tally.names["here"] == "old"  # what the journal has: the new name is written with the next step
 

@@ -12,10 +12,9 @@ import pytest
 
 from swarmtrain.observe.events import Events
 from swarmtrain.peer import heartbeats
-from swarmtrain.peer.announcing import Announcing
 from swarmtrain.peer.assignment import Assignment, Departure
 from swarmtrain.peer.compute import ComputeThread
-from swarmtrain.peer.heartbeats import HeartbeatLoop
+from swarmtrain.peer.heartbeats import Announcing, HeartbeatLoop
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
 from swarmtrain.peer.ledger import Ledger

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from swarmtrain.route.moves import PATIENCE_S, Intent, LeaveAnswer, LeaveRequest, MoveArbiter, Mover, MoverState
-from swarmtrain.route.rebalance import Member, PlannedMove, RebalanceOptions, plan_moves
+from swarmtrain.route.rebalance import PeerCapacity, PlannedMove, RebalanceOptions, plan_moves
 
 NUM_STAGES = 3
 # Views may be as wrong as can be, so the arbiter's judgement of the gain is switched off: only its books count.
@@ -38,7 +38,7 @@ class MoversUnderAnyOrder(RuleBasedStateMachine):
             self.deliver(self.in_flight.pop())
 
     def announce(self, mover: Mover) -> None:
-        self.in_flight.append((Member(mover.peer_id, mover.stage, 1.0), mover.version))
+        self.in_flight.append((PeerCapacity(mover.peer_id, mover.stage, 1.0), mover.version))
 
     def peer(self, number: int) -> Mover:
         return list(self.movers.values())[number % len(self.movers)]
@@ -146,18 +146,18 @@ class CarelessArbiter(MoveArbiter):
 def test_negative_control_an_arbiter_without_books_empties_a_stage() -> None:
     arbiter = CarelessArbiter([1.0, 1.0], OPTIONS)
     for peer_id in ("a", "b"):
-        arbiter.serving(Member(peer_id, 0, 1.0), 1)
+        arbiter.serving(PeerCapacity(peer_id, 0, 1.0), 1)
     assert all(arbiter.request(LeaveRequest(peer_id, 1, 0, 1)).granted for peer_id in ("a", "b"))
     careful = MoveArbiter([1.0, 1.0], OPTIONS)
     for peer_id in ("a", "b"):
-        careful.serving(Member(peer_id, 0, 1.0), 1)
+        careful.serving(PeerCapacity(peer_id, 0, 1.0), 1)
     answers = [careful.request(LeaveRequest(peer_id, 1, 0, 1)) for peer_id in ("a", "b")]
     assert [answer.granted for answer in answers] == [True, False]
     assert answers[1].why == "too few would stay"
 
 
-def unbalanced() -> list[Member]:
-    return [Member(f"a{i}", 0, 1.0) for i in range(7)] + [Member(f"b{i}", 1, 1.0) for i in range(5)]
+def unbalanced() -> list[PeerCapacity]:
+    return [PeerCapacity(f"a{i}", 0, 1.0) for i in range(7)] + [PeerCapacity(f"b{i}", 1, 1.0) for i in range(5)]
 
 
 def test_two_peers_never_chase_the_same_gap() -> None:
@@ -232,22 +232,22 @@ def test_a_grant_that_is_waited_for_no_longer_is_void() -> None:
 
 def test_a_late_announcement_does_not_bring_back_a_peer_that_left_or_is_gone() -> None:
     arbiter = MoveArbiter([1.0, 1.0], OPTIONS)
-    old = Member("a", 0, 1.0)
+    old = PeerCapacity("a", 0, 1.0)
     arbiter.serving(old, 1)
-    arbiter.serving(Member("a", 1, 1.0), 2)
+    arbiter.serving(PeerCapacity("a", 1, 1.0), 2)
     assert not arbiter.serving(old, 1)
     arbiter.gone("a")
     assert not arbiter.serving(old, 1)
-    assert not arbiter.serving(Member("a", 1, 1.0), 2)  # wrongly suspected: it must announce itself anew
+    assert not arbiter.serving(PeerCapacity("a", 1, 1.0), 2)  # wrongly suspected: it must announce itself anew
     assert (arbiter.num_staying(0), arbiter.num_staying(1)) == (0, 0)
-    assert arbiter.serving(Member("a", 1, 1.0), 3)
+    assert arbiter.serving(PeerCapacity("a", 1, 1.0), 3)
     assert arbiter.num_staying(1) == 1
 
 
 def test_after_giving_up_or_arriving_a_peer_is_counted_again() -> None:
     arbiter = MoveArbiter([1.0, 1.0], OPTIONS)
     mover = Mover("a", 0, 1, random.Random(0))
-    for member in (Member("a", 0, 1.0), Member("b", 0, 1.0), Member("c", 1, 1.0)):
+    for member in (PeerCapacity("a", 0, 1.0), PeerCapacity("b", 0, 1.0), PeerCapacity("c", 1, 1.0)):
         arbiter.serving(member, 1)
     plan = [PlannedMove("a", 0, 1, 1.0)]
 
@@ -260,9 +260,9 @@ def test_after_giving_up_or_arriving_a_peer_is_counted_again() -> None:
     assert ask(0.0).granted  # the answer is lost
     assert arbiter.num_staying(0) == 1
     mover.look(plan, (), 10.0 + PATIENCE_S)
-    assert arbiter.serving(Member("a", mover.stage, 1.0), mover.version)
+    assert arbiter.serving(PeerCapacity("a", mover.stage, 1.0), mover.version)
     assert arbiter.num_staying(0) == 2
     assert mover.answered(ask(100.0))
     mover.arrived(1)
-    assert arbiter.serving(Member("a", mover.stage, 1.0), mover.version)
+    assert arbiter.serving(PeerCapacity("a", mover.stage, 1.0), mover.version)
     assert (arbiter.num_staying(0), arbiter.num_staying(1)) == (1, 2)

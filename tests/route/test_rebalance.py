@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmtrain.route.rebalance import (
-    Member,
+    PeerCapacity,
     RebalanceOptions,
     after_moves,
     choose_stage_for_newcomer,
@@ -24,19 +24,19 @@ NOW = 10_000.0
 
 
 @st.composite
-def swarms(draw: st.DrawFn) -> tuple[list[Member], list[float]]:
+def swarms(draw: st.DrawFn) -> tuple[list[PeerCapacity], list[float]]:
     num_stages = draw(st.integers(2, 8))
     costs = draw(st.lists(st.floats(0.5, 2.0), min_size=num_stages, max_size=num_stages))
     speeds = draw(st.lists(st.floats(0.05, 5.0), min_size=num_stages, max_size=40))
     stages = draw(st.lists(st.integers(0, num_stages - 1), min_size=len(speeds), max_size=len(speeds)))
     members = [
-        Member(f"p{i}", stage, speed, pinned=draw(st.booleans()) if i % 5 == 0 else False)
+        PeerCapacity(f"p{i}", stage, speed, pinned=draw(st.booleans()) if i % 5 == 0 else False)
         for i, (speed, stage) in enumerate(zip(speeds, stages, strict=True))
     ]
     return members, costs
 
 
-def settle(members: list[Member], costs: list[float], limit: int = 500) -> tuple[list[Member], int]:
+def settle(members: list[PeerCapacity], costs: list[float], limit: int = 500) -> tuple[list[PeerCapacity], int]:
     """Carry out plans until there is nothing left to do."""
     num_moves, now = 0, NOW
     for _ in range(limit):
@@ -51,7 +51,7 @@ def settle(members: list[Member], costs: list[float], limit: int = 500) -> tuple
 
 @settings(deadline=None, max_examples=150)
 @given(swarm=swarms())
-def test_plans_end_and_never_lower_the_weakest_stage(swarm: tuple[list[Member], list[float]]) -> None:
+def test_plans_end_and_never_lower_the_weakest_stage(swarm: tuple[list[PeerCapacity], list[float]]) -> None:
     members, costs = swarm
     weakest = min(stage_capacities(members, costs))
     for round_number in range(500):
@@ -69,7 +69,7 @@ def test_plans_end_and_never_lower_the_weakest_stage(swarm: tuple[list[Member], 
 
 @settings(deadline=None, max_examples=150)
 @given(swarm=swarms(), min_left=st.integers(1, 3))
-def test_plans_respect_pins_stays_and_replicas(swarm: tuple[list[Member], list[float]], min_left: int) -> None:
+def test_plans_respect_pins_stays_and_replicas(swarm: tuple[list[PeerCapacity], list[float]], min_left: int) -> None:
     members, costs = swarm
     members = [replace(m, since=NOW - 30.0) if i % 3 == 0 else m for i, m in enumerate(members)]
     options = RebalanceOptions(min_left=min_left)
@@ -90,7 +90,10 @@ def test_plans_respect_pins_stays_and_replicas(swarm: tuple[list[Member], list[f
 
 
 def test_a_badly_distributed_swarm_reaches_the_best_assignment_with_the_necessary_moves() -> None:
-    members = [Member(f"p{i}", 0, 1.0) for i in range(9)] + [Member("q1", 1, 1.0), Member("q2", 2, 1.0)]
+    members = [PeerCapacity(f"p{i}", 0, 1.0) for i in range(9)] + [
+        PeerCapacity("q1", 1, 1.0),
+        PeerCapacity("q2", 2, 1.0),
+    ]
     settled, num_moves = settle(members, [1.0, 1.0, 1.0])
     assert sorted(stage_capacities(settled, [1.0, 1.0, 1.0])) == [3.0, 4.0, 4.0]
     assert num_moves == 5
@@ -99,14 +102,14 @@ def test_a_badly_distributed_swarm_reaches_the_best_assignment_with_the_necessar
 def test_a_balanced_swarm_with_noisy_measurements_never_moves() -> None:
     rng = random.Random(0)
     for _ in range(200):
-        members = [Member(f"p{i}", i % 4, rng.gauss(1.0, 0.03)) for i in range(32)]
+        members = [PeerCapacity(f"p{i}", i % 4, rng.gauss(1.0, 0.03)) for i in range(32)]
         assert plan_moves(members, [1.0] * 4, NOW) == []
 
 
 @pytest.mark.parametrize(("num_peers", "num_gone"), [(6, 2), (64, 4), (64, 30), (1000, 50)])
 def test_a_gap_is_levelled_however_little_one_of_many_peers_gains_alone(num_peers: int, num_gone: int) -> None:
-    members = [Member(f"a{i}", 0, 1.0) for i in range(num_peers)]
-    members += [Member(f"b{i}", 1, 1.0) for i in range(num_peers - num_gone)]
+    members = [PeerCapacity(f"a{i}", 0, 1.0) for i in range(num_peers)]
+    members += [PeerCapacity(f"b{i}", 1, 1.0) for i in range(num_peers - num_gone)]
     settled, num_moves = settle(members, [1.0, 1.0])
     stronger, weaker = stage_capacities(settled, [1.0, 1.0])
     assert 0.95 * stronger < weaker <= stronger
@@ -116,14 +119,14 @@ def test_a_gap_is_levelled_however_little_one_of_many_peers_gains_alone(num_peer
 def test_a_balanced_swarm_of_large_stages_with_noisy_measurements_never_moves() -> None:
     rng = random.Random(0)
     for _ in range(20):
-        members = [Member(f"p{i}", i % 4, rng.gauss(1.0, 0.06)) for i in range(1600)]
+        members = [PeerCapacity(f"p{i}", i % 4, rng.gauss(1.0, 0.06)) for i in range(1600)]
         assert plan_moves(members, [1.0] * 4, NOW) == []
 
 
 def test_several_equally_weak_stages_do_not_block_one_another() -> None:
     """Raising one of two weakest stages does not raise the minimum; a rule that looks at the minimum only is stuck."""
-    members = [Member(f"a{i}", 0, 1.0) for i in range(8)]
-    members += [Member(f"b{i}", 1 + i % 2, 1.0) for i in range(4)]
+    members = [PeerCapacity(f"a{i}", 0, 1.0) for i in range(8)]
+    members += [PeerCapacity(f"b{i}", 1 + i % 2, 1.0) for i in range(4)]
     settled, num_moves = settle(members, [1.0] * 3)
     assert sorted(stage_capacities(settled, [1.0] * 3)) == [4.0, 4.0, 4.0]
     assert num_moves == 4
@@ -133,16 +136,18 @@ def test_several_equally_weak_stages_do_not_block_one_another() -> None:
 def test_of_moves_that_gain_the_same_the_one_from_the_strongest_stage_is_made(between: int) -> None:
     """Every one of a hundred gains a hundredth: whose name comes first must not decide whether a gap is levelled."""
     for first, second in (("a", "z"), ("z", "a")):
-        members = [Member(f"m{i}", 0, 1.0) for i in range(100)]
-        members += [Member(f"{first}{i}", 1, 1.0) for i in range(between)]
-        members += [Member(f"{second}{i}", 2, 1.0) for i in range(130)]
+        members = [PeerCapacity(f"m{i}", 0, 1.0) for i in range(100)]
+        members += [PeerCapacity(f"{first}{i}", 1, 1.0) for i in range(between)]
+        members += [PeerCapacity(f"{second}{i}", 2, 1.0) for i in range(130)]
         (move,) = plan_moves(members, [1.0] * 3, NOW)
         assert (move.source, move.target) == (2, 0)
 
 
 def test_a_peer_too_large_to_be_worth_it_does_not_hide_the_smaller_ones() -> None:
-    members = [Member(f"a{i}", 0, 10.0) for i in range(10)]
-    members += [Member(f"large{i}", 1, 17.0) for i in range(2)] + [Member(f"small{i:02}", 1, 6.0) for i in range(15)]
+    members = [PeerCapacity(f"a{i}", 0, 10.0) for i in range(10)]
+    members += [PeerCapacity(f"large{i}", 1, 17.0) for i in range(2)] + [
+        PeerCapacity(f"small{i:02}", 1, 6.0) for i in range(15)
+    ]
     (move,) = plan_moves(members, [1.0] * 2, NOW)
     assert move.peer_id == "small00"
 
@@ -155,26 +160,26 @@ def test_a_balanced_swarm_makes_no_moves_though_speeds_are_measured_with_an_erro
     rng = random.Random(num_stages * per_stage)
     for _ in range(20):
         members = [
-            Member(f"p{i}", i % num_stages, max(0.5, rng.gauss(1.0, 0.05))) for i in range(num_stages * per_stage)
+            PeerCapacity(f"p{i}", i % num_stages, max(0.5, rng.gauss(1.0, 0.05))) for i in range(num_stages * per_stage)
         ]
         assert plan_moves(members, [1.0] * num_stages, NOW) == []
 
 
 def test_an_arriving_peer_counts_already_so_that_nobody_follows_it() -> None:
-    members = [Member(f"a{i}", 0, 1.0) for i in range(4)] + [Member(f"b{i}", 1, 1.0) for i in range(2)]
+    members = [PeerCapacity(f"a{i}", 0, 1.0) for i in range(4)] + [PeerCapacity(f"b{i}", 1, 1.0) for i in range(2)]
     assert plan_moves(members, [1.0, 1.0], NOW)
-    assert not plan_moves([*members, Member("coming", 1, 1.0, state="syncing")], [1.0, 1.0], NOW)
+    assert not plan_moves([*members, PeerCapacity("coming", 1, 1.0, state="syncing")], [1.0, 1.0], NOW)
 
 
 def test_minimum_stay_follows_the_last_download() -> None:
-    members = [Member(f"a{i}", 0, 1.0, since=NOW - 900.0, last_download_s=100.0) for i in range(6)]
-    members += [Member(f"b{i}", 1, 1.0) for i in range(2)]
+    members = [PeerCapacity(f"a{i}", 0, 1.0, since=NOW - 900.0, last_download_s=100.0) for i in range(6)]
+    members += [PeerCapacity(f"b{i}", 1, 1.0) for i in range(2)]
     assert not plan_moves(members, [1.0, 1.0], NOW)
     assert plan_moves(members, [1.0, 1.0], NOW + 101.0)
 
 
 def test_links_cap_what_a_fast_peer_is_worth() -> None:
-    members = [Member("fast", 0, 100.0, link_rate=1.0), Member("slow", 0, 2.0)]
+    members = [PeerCapacity("fast", 0, 100.0, link_rate=1.0), PeerCapacity("slow", 0, 2.0)]
     assert stage_capacities(members, [1.0]) == [3.0]
 
 
@@ -186,7 +191,7 @@ def test_a_single_newcomer_goes_to_the_weakest_stage(capacities: list[float], sp
 
 
 def test_newcomers_that_choose_at_once_spread_over_what_is_lacking() -> None:
-    members = [Member(f"p{i}", i % 4, 1.0) for i in range(40)]
+    members = [PeerCapacity(f"p{i}", i % 4, 1.0) for i in range(40)]
     members = [m for m in members if not (m.stage in (1, 2) and int(m.peer_id[1:]) < 20)]  # stages 1, 2 lack five each
     chosen = [
         choose_stage_for_newcomer(members, [1.0] * 4, 1.0, random.Random(seed), num_newcomers=10) for seed in range(400)
@@ -198,11 +203,11 @@ def test_newcomers_that_choose_at_once_spread_over_what_is_lacking() -> None:
 
 def test_the_papers_rule_moves_the_least_loaded_peer_to_the_most_loaded_stage() -> None:
     members = [
-        Member("a", 0, 1.0, queue_length=9),
-        Member("b", 0, 1.0, queue_length=9),
-        Member("c", 1, 1.0, queue_length=3),
-        Member("d", 1, 1.0, queue_length=1),
-        Member("e", 2, 1.0, queue_length=5),
+        PeerCapacity("a", 0, 1.0, queue_length=9),
+        PeerCapacity("b", 0, 1.0, queue_length=9),
+        PeerCapacity("c", 1, 1.0, queue_length=3),
+        PeerCapacity("d", 1, 1.0, queue_length=1),
+        PeerCapacity("e", 2, 1.0, queue_length=5),
     ]
     move = plan_move_by_queues(members, 3)
     assert move is not None
@@ -218,6 +223,6 @@ def test_the_papers_rule_moves_the_least_loaded_peer_to_the_most_loaded_stage() 
 
 def test_nothing_to_move_in_degenerate_swarms() -> None:
     assert plan_moves([], [1.0, 1.0], NOW) == []
-    assert plan_moves([Member("a", 0, 1.0)], [1.0], NOW) == []
-    assert plan_moves([Member("a", 7, 1.0), Member("b", -1, 1.0)], [1.0, 1.0], NOW) == []
+    assert plan_moves([PeerCapacity("a", 0, 1.0)], [1.0], NOW) == []
+    assert plan_moves([PeerCapacity("a", 7, 1.0), PeerCapacity("b", -1, 1.0)], [1.0, 1.0], NOW) == []
     assert plan_move_by_queues([], 2) is None

@@ -48,11 +48,11 @@ def test_everybody_is_asked_as_often_as_the_others() -> None:
 def test_who_gave_last_is_asked_first_and_once_until_it_has_nothing() -> None:
     for seed in range(20):
         policy = policy_of(seed)
-        policy.gave(STAGE[7])
+        policy.stole(STAGE[7])
         asked = policy.whom_to_ask(STAGE, 0.0)
         assert asked[0] == STAGE[7]
         assert len(asked) == len(set(asked)) <= NUM_ASKED
-    policy.nobody_gave()
+    policy.failed()
     firsts = {policy.whom_to_ask(STAGE, 100.0 * number)[0] for number in range(1, 50)}
     assert len(firsts) > 10
 
@@ -61,7 +61,7 @@ def test_a_stage_that_lacks_work_is_asked_less_often_until_somebody_gives() -> N
     policy, now, pauses = policy_of(), 0.0, []
     for _ in range(8):
         assert policy.whom_to_ask(STAGE, now)
-        policy.nobody_gave()
+        policy.failed()
         asked_at = now
         while not policy_may_ask(policy, now):
             now += MIN_PAUSE_S / 8
@@ -70,7 +70,7 @@ def test_a_stage_that_lacks_work_is_asked_less_often_until_somebody_gives() -> N
     assert pauses == sorted(pauses)
     assert pauses[0] == pytest.approx(MIN_PAUSE_S, rel=0.2)
     assert pauses[-1] == pytest.approx(MAX_PAUSE_S, rel=0.2)
-    policy.gave(STAGE[0])
+    policy.stole(STAGE[0])
     assert policy.whom_to_ask(STAGE, now)
     assert policy.whom_to_ask(STAGE, now + 1.1 * MIN_PAUSE_S)
 

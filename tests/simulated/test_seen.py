@@ -99,7 +99,7 @@ def test_syncing_while_no_peer_has_the_state(simulated: Make) -> None:
     swarm.peers[1].kill()
     newcomer = swarm.start_peer("newcomer", 1)
     wait_phase(swarm, newcomer, "syncing")
-    assert idle_for(swarm, newcomer, Cause.SYNCING, "nobody has the state of stage 1")["state"] == "syncing"
+    assert idle_for(swarm, newcomer, Cause.SYNCING, "no peer has the state of stage 1")["state"] == "syncing"
 
 
 def test_coordinator_away(simulated: Make) -> None:

@@ -138,7 +138,7 @@ def test_an_address_in_use(swarm: Swarm, tmp_path: Path) -> None:
 def test_status_says_why_nothing_goes_on_and_what_to_do(swarm: Swarm) -> None:
     text = swarmtrain("status", environment=swarm.environment).stdout
     assert "stage 3 has no peers" in text
-    assert "stage 3: nobody" in text
+    assert "stage 3: no peers" in text
     assert f"swarmtrain join {swarm.invite()}" in text
     for peer in swarm.peers:
         assert f"stage {peer.stage}, idle since" in text
