@@ -53,6 +53,11 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, kind: str, tie: s
     assert sum(tensor.numel() for tensor in weights.values()) == describe(manifest).num_parameters
 
 
+def test_what_was_trained_with_muon_exports_like_everything_else(tmp_path: Path) -> None:
+    checkpoint = train(small("optimizer.kind=muon", "optimizer.learning_rate=0.02"), tmp_path / "run")
+    assert largest_difference(checkpoint, exported(checkpoint, tmp_path / "out")) < 1e-4
+
+
 @pytest.mark.parametrize(
     "name", ["model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight", "model.norm.weight"]
 )

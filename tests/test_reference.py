@@ -78,7 +78,7 @@ def test_reports_count_steps_and_tokens_and_say_where_checkpoints_are(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("extra", [(), ("model.tie_embeddings=true",)])
+@pytest.mark.parametrize("extra", [(), ("model.tie_embeddings=true",), ("optimizer.kind=muon",)])
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path, kind: str, extra: tuple[str, ...]) -> None:
     manifest = small(f"boundary.kind={kind}", "checkpoint.every=3", "schedule.steps=7", *extra)
     stopped = ReferenceTrainer(manifest, out=tmp_path)

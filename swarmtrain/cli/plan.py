@@ -39,17 +39,20 @@ def plan(
     """Predict tokens per second, bytes per day, memory and the short stage of a run."""
     run = manifest_from(manifest, set_)
     from swarmtrain.model.workload import workload_of
+    from swarmtrain.sim.advice import advice
     from swarmtrain.sim.plan import default_profile, forecast
     from swarmtrain.sim.profiles import load_profiles
 
     workload = workload_of(run)
     profiles = load_profiles(peers) if peers else [(default_profile(workload), 2.0 * len(workload.stages))]
     result = forecast(workload, profiles)
+    hint = advice(run, profiles, result)
     if as_json:
-        print_json(result.as_dict())
+        print_json({**result.as_dict(), "advice": hint})
         return
     for line in summary(result):
         say(line)
+    say(hint)
     say("")
     print_table(HEADERS, table_rows(result), num_left=0)
     say("")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from swarmtrain.model.layout import GRAM, StagePlan, TensorSpec, plan_stages
 from swarmtrain.model.memory import check_memory, does_not_fit, free_bytes
+from swarmtrain.model.reduce_bytes import is_factored
 from swarmtrain.run.manifest import Manifest
 
 _ALIGNMENT = 16  # elements: 64 bytes of fp32
@@ -86,11 +87,9 @@ class StateLayout:
         return sum(self.powersgd_rank * slot.spec.shape[1] for slot in self.factored)
 
     def _is_factored(self, slot: Slot) -> bool:
-        """Whether PowerSGD sends this matrix as two factors: they must take at most half of its numbers."""
-        if not self.powersgd_rank or len(slot.spec.shape) != 2 or slot.offset < self.num_fused:
-            return False
-        rows, columns = slot.spec.shape
-        return 2 * self.powersgd_rank * (rows + columns) <= rows * columns
+        """Whether PowerSGD sends this matrix as two factors."""
+        is_own = self.powersgd_rank > 0 and slot.offset >= self.num_fused
+        return is_own and is_factored(slot.spec, self.powersgd_rank)
 
     @property
     def gradient_size(self) -> int:
@@ -132,7 +131,7 @@ class StateLayout:
         check_memory(self.num_bytes, what)
         try:
             return [torch.zeros(buffer.num_elements, dtype=buffer.dtype) for buffer in self.buffers]
-        except RuntimeError as error:  # torch's word for memory that it does not get, e.g. because of a `ulimit`
+        except RuntimeError as error:  # torch raises it when an allocation fails, e.g. because of a `ulimit`
             raise does_not_fit(self.num_bytes, what, free_bytes()) from error
 
 

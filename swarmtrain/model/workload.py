@@ -1,4 +1,4 @@
-"""What a manifest asks of its machines: arithmetic, bytes and memory per stage. The simulator and `plan` share it."""
+"""The demands of a manifest: arithmetic, bytes and memory per stage. Used by the simulator and by `plan`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass
 
 from swarmtrain.model.layout import EMBEDDING, StagePlan, boundary_width, plan_stages
+from swarmtrain.model.reduce_bytes import ReduceBytes, reduce_bytes
 from swarmtrain.model.sizes import activation_bytes, id_type, stage_memory
 from swarmtrain.run.manifest import Manifest
 
 FP32 = 4
 BACKWARD_FACTOR = 2.0  # a backward pass multiplies twice as much as a forward pass
-KEPT_MICROBATCHES = 2  # activations of so many must fit beside the state, as the daemon demands it
-SHARE_BYTES = 12  # per parameter, while a gradient is reduced: a copy of the sum and the result
+KEPT_MICROBATCHES = 2  # activations of this many must fit beside the state, as in the daemon's own check
+SHARE_BYTES = 12  # per parameter, during an all-reduce: a copy of the sum and the result
 PROCESS_BYTES = 400 << 20
 
 
@@ -24,6 +25,7 @@ class StageWork:
     num_parameters: int
     state_bytes: int  # parameters and moments: what a newcomer downloads, and a checkpoint holds
     memory_bytes: int
+    reduced: ReduceBytes  # what a step's all-reduce puts on a peer's line
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,9 @@ class Workload:
         """Stage costs relative to their mean."""
         return tuple(stage.tflop / self.mean_tflop for stage in self.stages)
 
-    def all_reduce_bytes(self, stage: int) -> float:
-        """What one peer sends, and about as much receives, when its stage's gradient is reduced: fp64 out, fp32 back.
-
-        Every peer sends its share of the others' pieces (8 bytes a number) and the sum of its own piece to all
-        (4 bytes a number): 12 bytes per parameter, less the part it owns itself.
-        """
-        return 12.0 * self.stages[stage].num_parameters
+    def all_reduce_bytes(self, stage: int, num_peers: int) -> float:
+        """Bytes that one peer sends, and receives, in its stage's all-reduce, less the part that it owns itself."""
+        return self.stages[stage].reduced.of_group(num_peers)
 
     @property
     def state_bytes(self) -> float:
@@ -94,4 +92,5 @@ def _stage_work(manifest: Manifest, plan: StagePlan, tokens: int) -> StageWork:
         num_parameters=plan.num_parameters,
         state_bytes=plan.state_elements * FP32,
         memory_bytes=math.ceil(memory),
+        reduced=reduce_bytes(manifest, plan),
     )

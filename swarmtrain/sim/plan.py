@@ -45,6 +45,9 @@ class Forecast:
     bound_tokens_per_s: float  # of the linear program, without steps
     step_s: float
     reduce_s: float
+    reduce_stage: int  # whose all-reduce lasts longest
+    fill_s: float  # until the pipeline is full, and until it is empty again
+    is_short_of_bytes: bool  # the weakest stage waits for its lines, not for its processors
     short_stage: int | None  # the weakest; None if every stage is as strong
     stages: tuple[StageForecast, ...]
     coordinator_up_bytes_per_day: float
@@ -85,15 +88,17 @@ def forecast(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) 
     stages = _assign(workload, hosts)
     capacities = [sum(host.rate(workload, index) for host in members) for index, members in enumerate(stages)]
     rate = min(capacities)
-    reduce_s = max(
+    reducing = [
         all_reduce_seconds(
-            workload.all_reduce_bytes(index),
+            workload.all_reduce_bytes(index, len(members)),
             [min(host.machine.up_rate, host.machine.down_rate) for host in members],
         )
         for index, members in enumerate(stages)
-    )
+    ]
+    reduce_s = max(reducing)
     # Once per step the pipeline fills and drains, which costs one pass; then comes the all-reduce.
-    step_s = workload.batch / rate + _pass_s(workload, stages) + reduce_s + 4.0 * BACKBONE_S if rate else 0.0
+    fill_s = _pass_s(workload, stages)
+    step_s = workload.batch / rate + fill_s + reduce_s + 4.0 * BACKBONE_S if rate else 0.0
     steps_per_s = 1.0 / step_s if step_s else 0.0
     return Forecast(
         name=workload.name,
@@ -103,6 +108,9 @@ def forecast(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) 
         bound_tokens_per_s=_bound(workload, hosts) * workload.tokens,
         step_s=step_s,
         reduce_s=reduce_s,
+        reduce_stage=reducing.index(reduce_s),
+        fill_s=fill_s,
+        is_short_of_bytes=_is_short_of_bytes(workload, stages, capacities),
         short_stage=_short_stage(capacities),
         stages=tuple(
             _stage_forecast(workload, index, members, capacities[index], rate, steps_per_s)
@@ -160,6 +168,12 @@ def _short_stage(capacities: Sequence[float]) -> int | None:
     return weakest if capacities[weakest] < 0.99 * usual else None
 
 
+def _is_short_of_bytes(workload: Workload, stages: Sequence[Sequence[_Host]], capacities: Sequence[float]) -> bool:
+    weakest = min(range(len(capacities)), key=lambda index: capacities[index])
+    computing = sum(host.profile.tflops / workload.stages[weakest].tflop for host in stages[weakest])
+    return capacities[weakest] < 0.99 * computing
+
+
 def _neighbours(workload: Workload, stage: int) -> int:
     return (stage > 0) + (stage < len(workload.stages) - 1)
 
@@ -191,7 +205,7 @@ def _stage_forecast(
     if members:
         share = workload.batch / len(members)
         per_step = share * _neighbours(workload, index) * workload.boundary_bytes
-        per_step += workload.all_reduce_bytes(index) * (1.0 - 1.0 / len(members))
+        per_step += workload.all_reduce_bytes(index, len(members)) * (1.0 - 1.0 / len(members))
     tokens = workload.batch * workload.token_bytes / max(1, len(members)) if index == 0 else 0.0
     return StageForecast(
         stage=index,

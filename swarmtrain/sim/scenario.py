@@ -90,6 +90,7 @@ class Scenario:
     batch: int = 0  # microbatches per optimizer step; 0: no steps, an endless stream
     # What every peer sends, and receives, in a step's all-reduce: one value per stage, or one for all.
     gradient_bytes: tuple[float, ...] = ()
+    gradient_bytes_per_peer: tuple[float, ...] = ()  # on top, for each peer of the stage
     queue_limit: int = 64  # forward jobs a peer accepts before it says BUSY, as the daemons
     job_order: str = (
         "backward-first"  # of a peer's processor, as in the daemons; or by microbatch, or first in, first out
@@ -123,11 +124,9 @@ class Scenario:
         """One relative cost per stage."""
         return self.stage_costs or (1.0,) * self.num_stages
 
-    def gradient_bytes_of(self, stage: int) -> float:
-        """Of one stage."""
-        if not self.gradient_bytes:
-            return 0.0
-        return self.gradient_bytes[stage if len(self.gradient_bytes) > 1 else 0]
+    def gradient_bytes_of(self, stage: int, num_peers: int) -> float:
+        """What a peer of one stage sends, and receives, less its own part, when so many reduce."""
+        return _of_stage(self.gradient_bytes, stage) + num_peers * _of_stage(self.gradient_bytes_per_peer, stage)
 
     @property
     def window_limit(self) -> int:
@@ -165,13 +164,19 @@ def _check(scenario: Scenario) -> None:
     for name, (low, high) in _REBALANCE_RANGES.items():
         value = getattr(scenario.rebalance_options, name)
         _require(low <= value <= high, f"rebalance.{name}", f"from {low:g} to {high:g}")
-    _require(len(scenario.gradient_bytes) in (0, 1, scenario.num_stages), "gradient_bytes", "one, or one per stage")
-    for num_bytes in scenario.gradient_bytes:
-        _require(0.0 <= num_bytes <= _HUGE_BYTES, "gradient_bytes", f"from 0 to {_HUGE_BYTES:g}")
+    for name in ("gradient_bytes", "gradient_bytes_per_peer"):
+        sizes: tuple[float, ...] = getattr(scenario, name)
+        _require(len(sizes) in (0, 1, scenario.num_stages), name, "one, or one per stage")
+        for num_bytes in sizes:
+            _require(0.0 <= num_bytes <= _HUGE_BYTES, name, f"from 0 to {_HUGE_BYTES:g}")
     for cost in scenario.costs:
         _require(1e-9 <= cost <= 1e9, "stage_costs", "from 1e-09 to 1e+09")
     for spec in scenario.layout or scenario.mix:
         _check_spec(spec, scenario.num_stages)
+
+
+def _of_stage(values: tuple[float, ...], stage: int) -> float:
+    return values[stage if len(values) > 1 else 0] if values else 0.0
 
 
 def _check_spec(spec: PeerSpec, num_stages: int) -> None:

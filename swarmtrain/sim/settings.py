@@ -66,7 +66,8 @@ def with_workload(scenario: Scenario, workload: Workload) -> Scenario:
         stage_costs=workload.costs,
         boundary_bytes=workload.boundary_bytes,
         batch=workload.batch,
-        gradient_bytes=tuple(workload.all_reduce_bytes(stage) for stage in range(num_stages)),
+        gradient_bytes=tuple(stage.reduced.whole for stage in workload.stages),
+        gradient_bytes_per_peer=tuple(stage.reduced.per_peer for stage in workload.stages),
     )
 
 

@@ -75,7 +75,9 @@ class Steps:
         for peer in self._world.peers:
             if peer.state in ("serving", "draining"):
                 slowest.setdefault(peer.stage, []).append(min(peer.up_rate, peer.down_rate))
-        seconds = (all_reduce_seconds(scenario.gradient_bytes_of(stage), rates) for stage, rates in slowest.items())
+        seconds = (
+            all_reduce_seconds(scenario.gradient_bytes_of(stage, len(rates)), rates) for stage, rates in slowest.items()
+        )
         return max(seconds, default=0.0) + 4.0 * scenario.backbone_latency_s
 
     def _applied(self) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from swarmtrain.errors import UsageError
+from swarmtrain.model.reduce_bytes import ReduceBytes
 from swarmtrain.model.workload import StageWork, Workload, workload_of
 from swarmtrain.run.presets import resolve_manifest
+from swarmtrain.sim.advice import advice
 from swarmtrain.sim.plan import default_profile, forecast
 from swarmtrain.sim.profiles import GAMING_GPU, PeerProfile, load_profile
 from swarmtrain.sim.run import simulate
@@ -23,7 +26,7 @@ MACHINE = replace(GAMING_GPU, tflops=10.0, memory_gb=10.0, up_mbit=800.0, down_m
 def workload(*tflop: float, **changes: object) -> Workload:
     plain = Workload(
         name="plain",
-        stages=tuple(StageWork(tflop=item, num_parameters=0, state_bytes=0, memory_bytes=10**9) for item in tflop),
+        stages=tuple(StageWork(item, 0, 0, 10**9, ReduceBytes(0.0)) for item in tflop),
         boundary_bytes=1e3,
         token_bytes=100,
         tokens=1000,
@@ -129,3 +132,55 @@ def test_the_profiles_in_the_repository_are_valid_and_the_default_is_one_of_them
     assert profiles["gaming-gpu"] == GAMING_GPU
     assert profiles["coordinator"].role == "coordinator"
     assert default_profile(workload(1.0)) == GAMING_GPU
+
+
+GAMING = [(load_profile(PEERS / "gaming-gpu.toml"), 128.0)]
+
+
+def test_a_codec_shortens_the_all_reduce_and_nothing_else() -> None:
+    plain, coded = (
+        forecast(workload_of(resolve_manifest("llama-1b", [f"reduce.codec={codec}"])), GAMING)
+        for codec in ("none", "int8")
+    )
+    assert coded.reduce_s < plain.reduce_s / 4
+    assert coded.step_s - coded.reduce_s == pytest.approx(plain.step_s - plain.reduce_s)
+    assert coded.stages[3].up_bytes_per_day / coded.tokens_per_s < plain.stages[3].up_bytes_per_day / plain.tokens_per_s
+
+
+def test_topk_gets_longer_with_every_peer_of_a_stage() -> None:
+    """Its answers repeat all shares."""
+    load = workload_of(resolve_manifest("llama-1b", ["reduce.codec=topk64"]))
+    assert load.all_reduce_bytes(3, 20) > 6 * load.all_reduce_bytes(3, 2)
+    few, many = (forecast(load, [(GAMING[0][0], count)]) for count in (64.0, 256.0))
+    assert many.reduce_s > 2 * few.reduce_s
+
+
+@pytest.mark.parametrize(
+    ("overrides", "count", "words"),
+    [
+        ([], 128.0, r"9\d % of a step is the all-reduce of stage \d+: reduce\.codec = \w+ \(.*, or batch\.micro"),
+        (["boundary.track_every=100"], 128.0, r"all-reduce of stage \d+: reduce\.codec = powersgd32"),
+        (
+            ["reduce.codec=powersgd32", "batch.microbatches_per_step=8192"],
+            128.0,
+            r"stage \d+ set the pace: .* machines",
+        ),
+    ],
+)
+def test_advice_says_what_limits_and_what_to_change(overrides: list[str], count: float, words: str) -> None:
+    manifest = resolve_manifest("llama-1b", overrides)
+    profiles = [(GAMING[0][0], count)]
+    found = forecast(workload_of(manifest), profiles)
+    sentence = advice(manifest, profiles, found)
+    assert re.search(words.replace(" %", "%"), sentence), sentence
+
+
+def test_what_advice_promises_is_what_its_change_gives() -> None:
+    manifest = resolve_manifest("llama-1b", [])
+    sentence = advice(manifest, GAMING, forecast(workload_of(manifest), GAMING))
+    promises = re.findall(r"([a-z.]+_?[a-z_.]*) = (\w+) \(([\d,]+) tokens/s\)", sentence)
+    assert len(promises) == 2
+    for key, value, tokens in promises:
+        changed = forecast(workload_of(resolve_manifest("llama-1b", [f"{key}={value}"])), GAMING)
+        assert f"{changed.tokens_per_s:,.0f}" == tokens
+        assert changed.tokens_per_s > 2 * forecast(workload_of(manifest), GAMING).tokens_per_s
