@@ -1,7 +1,7 @@
-"""The boundaries between stages in one process: every tensor really passes through its codec, as bytes.
+"""The boundaries between stages in one process: every tensor is really encoded to bytes and decoded.
 
-`Boundary` is for training: it keeps what stateful codecs remember. `received` is for evaluation, where a codec must
-neither remember nor be reminded: what arrives at a receiver that has never heard of the sender.
+`Boundary` is for training: it holds the state of stateful codecs. `received` is for evaluation, where codecs neither
+read nor change state: it gives the tensor that a receiver without history decodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Traffic:
 
 
 def sample_names(windows: Sequence[int]) -> tuple[int, ...]:
-    """Names for the samples of a microbatch. Where one epoch ends and the next begins a window may come twice."""
+    """Names for the samples of a microbatch. Across the end of an epoch a window may occur twice."""
     return tuple(window + (list(windows[:row]).count(window) << 48) for row, window in enumerate(windows))
 
 
@@ -69,7 +69,7 @@ class Boundary:
         aux: Aux | None = None,
         samples: tuple[int, ...] = (),
     ) -> tuple[Tensor, Aux | None]:
-        """What the other side receives, and the mask that the microbatch's way back needs, if any."""
+        """The tensor that the other side decodes, and the mask that the microbatch's backward needs, if any."""
         context = MessageContext(
             self.index, direction, step, microbatch, _SENDER[direction], _RECEIVER[direction], samples=samples
         )
@@ -100,7 +100,7 @@ class Boundary:
             encoder.on_step(step)
 
     def forget(self, reason: str) -> None:
-        """Drop all that codecs remember, at both ends."""
+        """Drop the state of all codecs, at both ends."""
         for way, encoder in self._encoders.items():
             encoder.reset(reason)
             self._decoders[way].reset(reason)
@@ -121,7 +121,7 @@ def codec_pair(manifest: Manifest) -> CodecPair:
 
 
 def is_lossless(spec: CodecSpec) -> bool:
-    """Whether fp32 numbers arrive as they were sent."""
+    """Whether decoding returns the same fp32 numbers."""
     return isinstance(spec, CastSpec) and spec.format in ("fp32", "raw")
 
 

@@ -58,7 +58,7 @@ class Checkpoint(Index):
     def load(self, index: int, *, known_digests: list[bytes] | None = None) -> StoredStage:
         """One stage's state, after checking the hash of its file, and the digest of state, step and basis epoch.
 
-        With the `known_digests` of its chunks, from a load before, nothing is hashed: for who checks every chunk.
+        With the `known_digests` of its chunks from an earlier load nothing is hashed: for callers that check chunks.
         """
         entry = self.stages[index]
         path = self.path / entry.file
@@ -100,13 +100,13 @@ class Checkpoint(Index):
                 )
 
     def check_data(self, digest: str) -> None:
-        """Refuse to go on with other data: what comes of that is neither training. Older ones do not know theirs."""
+        """Refuse to continue with other data: the result would be neither run. Old checkpoints do not name theirs."""
         if self.data_digest and self.data_digest != digest:
             raise other_data(str(self.path), self.manifest.data.source, self.data_digest, digest)
 
 
 def other_data(what: str, source: str, there: str, here: str) -> DataError:
-    """`what` was begun with tokens of digest `there`; those that are found now have another."""
+    """The error: `what` began with tokens of digest `there`, and the tokens found now have another digest."""
     return DataError(
         f"{what} was trained on other data than {source} holds now: digest {there[:16]} there, {here[:16]} here",
         fix="put the data back that it was begun with, or train anew in another directory",
@@ -234,14 +234,14 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def set_aside(directory: Path, *, after: int) -> list[Path]:
-    """Rename checkpoints of later steps: they are of a history that is lost, and must never count."""
+    """Rename checkpoints of later steps: their history is lost, and they must never be restored."""
     renamed = []
     for path in complete(directory):
         if int(path.name[5:]) > after:
             free = (path.with_name(f"{_LOST}{path.name}-{number}") for number in itertools.count(1))
             with storage(path):
                 renamed.append(path.rename(next(place for place in free if not place.exists())))
-                world.sync(directory)  # lest it comes back when the journal has grown past it
+                world.sync(directory)  # otherwise it could reappear after the journal has grown past its step
     return renamed
 
 
@@ -252,7 +252,7 @@ def clear_partial(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; renamed first, so that one that is half removed is not taken for a checkpoint."""
+    """Remove a checkpoint. It is renamed first, so that a half-removed one does not look complete."""
     with storage(path):
         doomed = path.with_name(f"{_PARTIAL}{path.name}-removed-{os.getpid()}")
         path.rename(doomed)

@@ -1,5 +1,5 @@
 """`checkpoint.json`: what a checkpoint holds, written last. It carries a digest of its own fields, so that an edited
-one is noticed before anything is loaded; one of an older version has none, and is checked by what it says alone.
+one is noticed before anything is loaded. Older versions have no digest; only their fields are checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Index:
     basis_epoch: int
     manifest: Manifest
     stages: tuple[StageFile, ...]
-    data_digest: str = ""  # of the tokens that it was trained on (`TokenSource.digest`); older ones do not know
+    data_digest: str = ""  # of the tokens that it was trained on (`TokenSource.digest`); empty in older versions
 
     def to_json(self) -> str:
         """The content of the file: the same for equal checkpoints."""
@@ -58,7 +58,7 @@ class Index:
 
 
 def read_index(directory: Path) -> Index:
-    """What `directory/checkpoint.json` says; `CheckpointError` if it is not what a writer wrote."""
+    """Read `directory/checkpoint.json`; `CheckpointError` if it is damaged or edited."""
     path = directory / FILE
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The machine that a daemon runs on: its place in the network, and the doors through which its owner looks in.
+"""The machine that a daemon runs on: its network host, its control socket and its HTTP server.
 
 Clocks, randomness and threads are `swarmtrain/world.py`'s. Daemons take a `Machine`; the command line gives them this
 computer, the simulated swarm one that exists only in memory.
@@ -17,14 +17,14 @@ from swarmtrain.p2p.network import HostOptions, NetworkHost
 
 
 class Door(Protocol):
-    """Something that answers until it is closed."""
+    """A server that answers until it is closed."""
 
     @property
     def address(self) -> str:
         """HOST:PORT, or a path."""
 
     async def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
 
 
 class Machine(Protocol):

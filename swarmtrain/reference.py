@@ -1,7 +1,7 @@
 """The reference trainer: a manifest trained in one process, without a network.
 
-It runs the stages in sequence and really encodes and decodes every boundary tensor, so it is the swarm's arithmetic
-without the swarm: the oracle of every correctness test. Read `ReferenceTrainer.step` first.
+It runs the stages in sequence and encodes and decodes every boundary tensor, so it does the arithmetic of the swarm
+without the swarm: it is the oracle of every correctness test. Read `ReferenceTrainer.step` first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from swarmtrain.run.schedule import check_norm, gradient_scale, learning_rate, m
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one applied step looked like. `step` counts applied steps from 1."""
+    """Figures of one applied step. `step` counts from 1."""
 
     step: int
     loss: float
@@ -112,7 +112,7 @@ class ReferenceTrainer:
     def validate(self, *, use_codec: bool = True) -> float | None:
         """Mean loss over the validation microbatches, through the codecs; None if the corpus has no validation part.
 
-        Without the codecs it is the loss of the model alone, which may have learned to live with them.
+        Without the codecs it is the loss of the model alone, which may have adapted to them.
         """
         count = min(self.manifest.validation.microbatches, self.sampler.num_validation_microbatches)
         if count == 0:
@@ -137,7 +137,7 @@ class ReferenceTrainer:
         )
 
     def _begin_step(self, t: int) -> None:
-        """Codecs forget everything where a checkpoint lies, as peers' do: a run that resumes there knows no more."""
+        """At a checkpoint codecs drop their state, as in peers, because a run that resumes there has none."""
         for boundary in self.boundaries:
             boundary.begin_step(t)
         if self.manifest.is_checkpoint(t):
@@ -147,7 +147,7 @@ class ReferenceTrainer:
                 coder.reset()
 
     def _microbatch(self, t: int, i: int) -> float:
-        """The way of one microbatch: forward through all stages, backward through all stages."""
+        """One microbatch: forward through all stages, then backward through all stages."""
         tokens, samples = self._tokens(self.sampler.microbatch(t, i)), sample_names(self.sampler.samples(t, i))
         boundary: Tensor | None = None
         passes: list[Pass] = []
@@ -183,7 +183,7 @@ class ReferenceTrainer:
         return float(boundary)
 
     def _reduced(self, index: int) -> Reduced:
-        """A stage's sum as its one peer would reduce it, through the run's gradient codec."""
+        """A stage's gradient as the all-reduce of a single peer gives it, through the run's gradient codec."""
         worker, coder = self.workers[index], self.coders[index]
         if coder.spec.lossy and not self.manifest.reduce.selective:
             found = coder.alone(worker.sum.total.cpu())
@@ -201,7 +201,7 @@ class ReferenceTrainer:
         last.sum.total[spans[1]] = total
 
     def _track(self) -> None:
-        """Subspace tracking: the last stage says where U goes, all stages follow."""
+        """Subspace tracking: the last stage proposes the new U, all stages move to it."""
         every = self.manifest.boundary.track_every
         if every and self.steps_done % every == 0:
             basis = self.workers[-1].proposed_basis()

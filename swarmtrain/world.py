@@ -1,9 +1,9 @@
-"""What a daemon gets from the world around it: clocks, randomness, a disk, and work away from the event loop.
+"""The services that a daemon takes from its environment: clocks, randomness, a disk, work off the event loop.
 
-Daemon code never asks the operating system for these by itself (tests/test_world.py reads the source). `RealWorld`, the
-default, hands them through; the simulated swarm (swarmtrain/simulated) gives every daemon a world whose clock jumps,
-whose random numbers follow from a seed and whose threads are events, so that a run can be replayed from one number.
-The world is a context variable: tasks and callbacks inherit it from whoever started them.
+Daemon code never asks the operating system for them directly (tests/test_world.py reads the source). `RealWorld`, the
+default, passes requests on; the simulated swarm (swarmtrain/simulated) gives every daemon a world whose clock jumps,
+whose random numbers come from a seed and whose threads are events, so that a run can be replayed from one number.
+The world is a context variable: tasks and callbacks inherit it from their creator.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Job(Protocol):
 
     @property
     def label(self) -> str:
-        """What kind of work it is: a simulated engine knows how long that takes."""
+        """The kind of work. A simulated engine has a duration for each."""
 
     @property
     def least_s(self) -> float:
-        """It takes at least so long, as on a slower machine."""
+        """Minimum duration in seconds, to emulate a slower machine."""
 
     def run(self) -> None:
         """Do it. Must not raise."""
 
     def finished(self, run_s: float) -> None:
-        """It was done, and took so long. Called where `run` was called."""
+        """Called after `run`, in the same thread, with its duration."""
 
 
 class Engine(Protocol):
-    """Runs jobs one after the other, away from the event loop."""
+    """Runs jobs one after the other, off the event loop."""
 
     def wake(self) -> None:
         """There may be a job to take."""
@@ -58,7 +58,7 @@ class World(Protocol):
         """Seconds of a clock that never goes back, finer than the event loop's own."""
 
     def wall(self) -> float:
-        """Seconds since the epoch, as this machine believes."""
+        """Seconds since the epoch by this machine's clock."""
 
     def processor(self) -> float:
         """Seconds of processor time that this thread has used."""
@@ -67,16 +67,16 @@ class World(Protocol):
         """A new source of random numbers."""
 
     def token_bytes(self, num_bytes: int) -> bytes:
-        """Bytes that nobody can guess."""
+        """Unpredictable bytes."""
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Do `work`, which may block, away from the event loop."""
+        """Run `work`, which may block, off the event loop."""
 
     def start_engine(self, name: str, take: Callable[[], Job | None]) -> Engine:
-        """An engine that calls `take` for its next job whenever it is free and was woken; None: there is none."""
+        """An engine that, when it is free and woken, calls `take` for its next job; None means no job."""
 
     def check_disk(self, path: Path) -> None:
-        """Called before something is written below `path`: a simulated disk raises OSError when it is full."""
+        """To be called before a write below `path`: a simulated disk raises OSError when it is full."""
 
     def sync(self, path: Path) -> None:
         """When this returns, what `path` holds survives a loss of power: a file's content, a directory's names.
@@ -85,11 +85,11 @@ class World(Protocol):
         """
 
     def open_database(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-        """An SQLite database, without transactions of its own accord. Its pragmas say what a commit is worth."""
+        """An SQLite database without implicit transactions. Its pragmas decide the durability of a commit."""
 
 
 class RealWorld:
-    """The operating system's."""
+    """The operating system's services."""
 
     def monotonic(self) -> float:
         """See `World`."""
@@ -120,7 +120,7 @@ class RealWorld:
         return _ThreadEngine(name, take)
 
     def check_disk(self, path: Path) -> None:
-        """See `World`: the write itself will say."""
+        """See `World`. Does nothing: the write itself fails on a full disk."""
 
     def sync(self, path: Path) -> None:
         """See `World`."""
@@ -182,7 +182,7 @@ _current: contextvars.ContextVar[World] = contextvars.ContextVar("world", defaul
 
 
 def enter(world: World) -> None:
-    """This context, and whatever is started from it, is in `world` from now on."""
+    """Set the world of this context, and of everything that is started from it."""
     _current.set(world)
 
 
@@ -237,7 +237,7 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make `path` and what lies above it, as far as they are missing, so that they survive a loss of power."""
+    """Create `path` and its missing parents, so that they survive a loss of power."""
     missing = [place for place in (path, *path.parents) if not place.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for place in reversed(missing):

@@ -25,7 +25,7 @@ from swarmtrain.run.presets import preset
 
 CONTEXT = MessageContext(0, Direction.FORWARD)
 DEFAULT = "quant8"
-BOUNDARY = preset("micro", []).wire.forward  # what boundary tensors travel as, if nobody asks for anything else
+BOUNDARY = preset("micro", []).wire.forward  # the default codec of boundary tensors
 
 
 def round_trip(spec: str, tensor: torch.Tensor) -> Callable[[], object]:

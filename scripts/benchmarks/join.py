@@ -1,7 +1,7 @@
-"""Does training notice that somebody joins?
+"""Does training notice that a peer joins?
 
-A real swarm on this machine trains without pause. In turn somebody joins one of its stages (fetches the state, follows,
-serves, leaves at once) and nobody does. A round compares the steps between the newcomer's first word with the
+A real swarm on this machine trains without pause. In turn a peer joins one of its stages (fetches the state, follows,
+serves, leaves at once) and no peer does. A round compares the steps between the newcomer's first word with the
 coordinator and the moment in which it serves with as many steps before and after that had no newcomer.
 
 A newcomer brings its own machine, and no machine has one core only. So all training processes that were there before
@@ -87,7 +87,7 @@ class Diary:
                 await self.changed.wait()
 
     async def more_steps(self, number: int) -> None:
-        """Wait until so many more steps are applied."""
+        """Wait until `count` more steps are applied."""
         wanted = len(self.applied_at) + number
         await self.until(lambda: len(self.applied_at) >= wanted)
 

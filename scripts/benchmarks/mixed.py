@@ -126,7 +126,7 @@ class Swarm:
         self._daemons.append(head)
         await head.until("phase_reached", phase="invite")
         invite = (place / "c" / "invite").read_text().strip()
-        # libp2p uses a connection both ways, whoever made it: those behind a relay are there first, so that all others
+        # libp2p uses a connection both ways: peers behind a relay are there first, so that all others
         # dial them through it.
         ids = {}
         for number in sorted(range(len(self._peers)), key=lambda number: not self._peers[number].relay_mbit):
@@ -161,7 +161,7 @@ class Swarm:
 
 
 def mixed_manifest(microbatches: int, steps: int) -> Manifest:
-    """`steps` that count, and one before them in which everybody meets."""
+    """`steps` that count, and one before them in which peers connect."""
     return preset("nano", [*SHAPE, f"batch.microbatches_per_step={microbatches}", f"schedule.steps={steps + 1}"])
 
 

@@ -44,7 +44,7 @@ FORWARD_S, BACKWARD_S = 0.12, 0.24
 
 
 async def tokens_per_s(kind: str, steps: int, *, mbit: float = 0.0, delay_s: float = 0.0) -> float:
-    """Start a swarm, train, and divide; the first step, in which everybody meets, does not count."""
+    """Start a swarm, train, and divide; the first step, in which peers connect, does not count."""
     manifest = preset("nano", [*SHAPE, f"boundary.kind={kind}", f"schedule.steps={steps + 1}"])
     daemons: list[Daemon] = []
     relays: list[Relay] = []

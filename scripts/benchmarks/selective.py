@@ -1,12 +1,12 @@
-"""Does selective stage compression shorten a step whose reduction is slow, and what does it cost?
+"""Does selective stage compression shorten a step whose all-reduce is slow, and what does it cost?
 
-Two stages with two peers each; the upload of the first stage's peers is capped, so that their reduction ends last. The
+Two stages with two peers each; the upload of the first stage's peers is capped, so that their all-reduce ends last. The
 same run with exact gradients, with all stages compressed, and with only the stages compressed that hold up the step.
 
 Without options: the ratio of the median step times, exact against the other. For a quiet machine.
 
 With --loss: the validation loss at the end of longer runs, by seed. A seed changes the weights and the order of the
-samples, so what differs between the seeds of exact runs is noise that nobody chooses. The ratio is the distance to the
+samples, so what differs between the seeds of exact runs is noise. The ratio is the distance to the
 exact run of the same seed over that noise (the standard deviation between exact runs). For any machine: times do not
 matter.
 """
@@ -53,7 +53,7 @@ class Run:
     seconds: list[float] = field(default_factory=list)  # of each step
     losses: list[float] = field(default_factory=list)
     validation: float = 0.0
-    reductions: Counter[tuple[int, bool]] = field(default_factory=Counter)  # by stage, and whether compressed
+    all_reduces: Counter[tuple[int, bool]] = field(default_factory=Counter)  # by stage, and whether compressed
 
     def take(self, manifest: Manifest, event: dict[str, Any]) -> None:
         """Note an event."""
@@ -62,14 +62,14 @@ class Run:
                 self.seconds.append(manifest.tokens_per_step / event["tokens_per_s"])
                 self.losses.append(event["loss"])
             case "stage_prepared":
-                self.reductions[event["stage"], event["compressed"]] += 1
+                self.all_reduces[event["stage"], event["compressed"]] += 1
             case "run_ended":
                 self.validation = event["val_loss"]
 
     def compressed(self) -> str:
-        """Compressed reductions of each stage."""
-        totals = [self.reductions[stage, True] + self.reductions[stage, False] for stage in (0, 1)]
-        return " and ".join(f"{self.reductions[stage, True]} of {totals[stage]}" for stage in (0, 1))
+        """Compressed all-reduces of each stage."""
+        totals = [self.all_reduces[stage, True] + self.all_reduces[stage, False] for stage in (0, 1)]
+        return " and ".join(f"{self.all_reduces[stage, True]} of {totals[stage]}" for stage in (0, 1))
 
 
 def run(folder: Path, cap: str, *overrides: str) -> Run:
@@ -145,7 +145,9 @@ def report_losses(runs: dict[str, list[Run]], *, as_json: bool) -> None:
         error = statistics.stdev(paired) / len(paired) ** 0.5
         mean = f"{statistics.mean(paired):+.5f} +- {error:.5f}"
         notes.append(f"{name}: validation {listed([one.validation for one in found])}; paired difference {mean}")
-        notes.append(f"{name}: compressed reductions of stages 0 and 1: {'; '.join(one.compressed() for one in found)}")
+        notes.append(
+            f"{name}: compressed all-reduces of stages 0 and 1: {'; '.join(one.compressed() for one in found)}"
+        )
     report(figures, as_json=as_json, notes=notes)
 
 

@@ -129,7 +129,7 @@ class AQSGDEncoder(Encoder):
                 self._forget(sample)
 
     def on_step(self, step: int) -> None:
-        """See Encoder. States do not age; tickets that nobody closed are forgotten."""
+        """See Encoder. States do not age; tickets that were never closed are forgotten."""
         self._open = {ticket: state for ticket, state in self._open.items() if step - ticket.step <= MAX_AGE}
         self._confirmed = {s: held for s, held in self._confirmed.items() if self._store.digest(s) is not None}
 

@@ -108,7 +108,7 @@ class EF21Encoder(Encoder):
             self._links.pop(receiver, None)
 
     def on_step(self, step: int) -> None:
-        """See Encoder. Estimates do not age; tickets that nobody closed are forgotten."""
+        """See Encoder. Estimates do not age; tickets that were never closed are forgotten."""
         self._open = {ticket: receiver for ticket, receiver in self._open.items() if step - ticket.step <= MAX_AGE}
 
     def reset(self, reason: str) -> None:

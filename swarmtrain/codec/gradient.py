@@ -1,4 +1,4 @@
-"""Codecs for the gradients that the replicas of a stage add up.
+"""Codecs for the gradients that the replicas of a stage all-reduce.
 
     none        the numbers as they are, in their own dtype (exact sums travel as fp64)
     bf16  int8  every number rounded; int8 with one scale per group of 128
@@ -6,7 +6,7 @@
     powersgd32  two factors of rank 32 per matrix, see powersgd.py
 
 All but powersgd work on any slice of the flat gradient, and `decode` of the package reads their payloads. Nothing here
-changes state before `commit`: a reduction that is repeated with another roster starts from the same error. An error
+changes state before `commit`: an all-reduce that is repeated with another roster starts from the same error. An error
 that was last used more than MAX_AGE optimizer steps ago is dropped, as between stages: its weights have moved on.
 """
 
@@ -108,7 +108,7 @@ class GradientEncoder:
         self._proposed.clear()
 
     def abort(self) -> None:
-        """The reduction was given up: as if nothing had been encoded."""
+        """The all-reduce was given up: restore the state before `begin`."""
         self._proposed.clear()
 
     def reset(self) -> None:

@@ -75,7 +75,7 @@ class LowRankEncoder(Encoder):
             self._start = before
 
     def on_step(self, step: int) -> None:
-        """See Encoder. Tickets that nobody closed are forgotten."""
+        """See Encoder. Tickets that were never closed are forgotten."""
         self._open = {ticket: state for ticket, state in self._open.items() if step - ticket.step <= MAX_AGE}
 
     def reset(self, reason: str) -> None:

@@ -1,6 +1,6 @@
 """When compression pays: pure functions from estimates to decisions.
 
-Compression of one message costs accuracy, and buys time only if somebody waits for that message. Optimus-CC found this
+Compression of one message costs accuracy, and saves time only if a stage waits for that message. Optimus-CC found this
 for a 1F1B pipeline: gradients sent while the receiving stage still has forward work are hidden behind it, those of the
 epilogue are not. Here the same question is asked for every message: would its receiver wait?
 """
@@ -36,15 +36,15 @@ class StageAllReduce:
     """What is expected of one stage at the end of a step, in seconds since the step began."""
 
     drained_s: float  # its last microbatch is done
-    exact_s: float  # duration of its reduction if exact
+    exact_s: float  # duration of its all-reduce if exact
     compressed_s: float  # and if compressed
 
 
 def stages_to_compress(stages: Sequence[StageAllReduce]) -> frozenset[int]:
-    """The fewest stages whose compressed reduction lets the step end as early as it can.
+    """The fewest stages whose compression lets the step end as early as possible.
 
     No plan ends before T = max over stages of the earlier of its two ends; compressing exactly the stages whose exact
-    reduction would end after T reaches it. In a pipeline that drains from the last stage to the first these are the
+    all-reduce would end after T reaches it. In a pipeline that drains from the last stage to the first these are the
     early stages, as in Optimus-CC's selective stage compression.
     """
     exact_ends = [stage.drained_s + stage.exact_s for stage in stages]

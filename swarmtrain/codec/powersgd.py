@@ -6,7 +6,7 @@ For each matrix M_i = gradient_i + error_i of peer i, and a right factor Q that 
     Q = sum of M_iᵀ P               right factors, summed by an owner, sent to everyone
     gradient <- P Qᵀ = P Pᵀ sum(M_i),   error_i <- M_i - P (M_iᵀ P)ᵀ   with the peer's own right factor
 
-What must agree bit for bit is the P that everyone uses, so it travels as bytes. Errors and Q change in `commit` only,
+All peers must use the same bits of P, so it travels as bytes. Errors and Q change in `commit` only,
 after the step was applied. Q is part of the state that a newcomer downloads; its error begins at zero.
 """
 
@@ -63,7 +63,7 @@ class PowerSGDState:
 
 
 class PowerSGDRound:
-    """One step's reduction at one peer: `left`, then `right`, then `result`; `commit` once the step is applied.
+    """One step's all-reduce at one peer: `left`, then `right`, then `result`; `commit` once the step is applied.
 
     A round that is not committed leaves no trace.
     """

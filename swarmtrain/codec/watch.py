@@ -1,4 +1,4 @@
-"""Whether lazy error propagation is unbiased: a look, now and then, at a residual and at the message that it goes into.
+"""Monitors whether lazy error propagation is unbiased: samples a residual and the message that it is added to.
 
 A gradient's error goes into the gradient of another activation. As long as residuals have nothing to do with how
 activations change from one microbatch to the next, the errors of weight gradients average out (Optimus-CC, section 5).
@@ -15,7 +15,7 @@ SAMPLE_EVERY = 64  # messages; the first is one
 
 
 class ResidualWatch:
-    """One sender's, for one boundary. `look` is its thread's; `cosine` may be read by anybody."""
+    """The monitor of one sender and boundary. `look` belongs to its thread; any thread may read `cosine`."""
 
     def __init__(self) -> None:
         self._num_seen = 0

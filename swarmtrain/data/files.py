@@ -57,7 +57,7 @@ class AtomicFile:
         """Remove what was written; does nothing after `commit`."""
         with suppress(OSError):  # closing flushes again, which fails again on a full disk; that was reported before
             self._file.close()
-        with suppress(OSError):  # a leftover is harmless: the next attempt overwrites it, and nobody reads it
+        with suppress(OSError):  # a leftover is harmless: the next attempt overwrites it, and it is never read
             self._temporary.unlink(missing_ok=True)
 
     def __enter__(self) -> AtomicFile:

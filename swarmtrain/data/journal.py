@@ -1,7 +1,7 @@
-"""How far a `prepare` got: what was asked for, the finished shards, and the place in the inputs where they end.
+"""The progress of a `prepare`: its plan, the finished shards, and the position in the inputs where they end.
 
 The journal is a file in the output directory while that is incomplete. It is replaced after each finished shard, so
-after a crash the next run loses at most one shard of work. What was asked for (the plan) decides whether it may go on.
+after a crash the next run loses at most one shard of work. A run continues only if its plan is the same.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ RULES = 1  # of cutting documents into pieces and of ending them; another number
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What `data prepare` was asked for. `train_bpe`: learn a vocabulary of this size from the inputs first."""
+    """The options of `data prepare`. `train_bpe`: learn a vocabulary of this size from the inputs first."""
 
     inputs: tuple[Path, ...]
     out: Path

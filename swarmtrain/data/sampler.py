@@ -2,7 +2,7 @@
 
 All sequences of a run are numbered in one row: step by step, microbatch by microbatch. Number n is position n mod W of
 epoch n div W, where W is the number of training windows, and each epoch visits the windows in a shuffle of its own. So
-within an epoch no window comes twice and none is left out, and nobody needs to remember what was used.
+within an epoch no window comes twice and none is left out, and no state is needed to know what was used.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Sampler:
         return self._stack("train", self.samples(step, index))  # (sequences, sequence_length + 1)
 
     def samples(self, step: int, index: int) -> tuple[int, ...]:
-        """What microbatch `index` of `step` consists of: for each row the number of its training window."""
+        """The training windows of microbatch `index` of `step`: one number per row."""
         if step < 0 or not 0 <= index < self._microbatches_per_step:
             raise ValueError(f"microbatch {index} of step {step}; a step has {self._microbatches_per_step}")
         first = (step * self._microbatches_per_step + index) * self._sequences

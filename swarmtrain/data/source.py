@@ -1,4 +1,4 @@
-"""Where a run's tokens come from: the embedded corpus or a directory of shards, cut into training and validation."""
+"""A run's tokens: the embedded corpus or a directory of shards, split into training and validation."""
 
 from __future__ import annotations
 

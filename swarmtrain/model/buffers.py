@@ -131,7 +131,7 @@ class StateLayout:
         check_memory(self.num_bytes, what)
         try:
             return [torch.zeros(buffer.num_elements, dtype=buffer.dtype) for buffer in self.buffers]
-        except RuntimeError as error:  # torch's word for memory that it does not get, e.g. because of a `ulimit`
+        except RuntimeError as error:  # torch raises it when an allocation fails, e.g. because of a `ulimit`
             raise does_not_fit(self.num_bytes, what, free_bytes()) from error
 
 

@@ -10,7 +10,7 @@ from swarmtrain.units import show_gb
 
 
 def free_bytes(device: torch.device | str = "cpu") -> int:
-    """What can be allocated on a device without taking it from anybody."""
+    """Memory of a device that is available without swapping."""
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)

@@ -37,7 +37,7 @@ class Embedding(nn.Module):
 
 
 class LearnedBoundary(nn.Module):
-    """The one side of a learned boundary that this stage has: the encoder below it, or decoder and anchor above it."""
+    """This stage's side of a learned boundary: the encoder (upstream), or decoder and anchor (downstream)."""
 
     def __init__(self, manifest: Manifest, *, is_sender: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a stage remembers between steps: parameters, moments, step, basis. Flat, digestible, the same on every replica.
+"""The state of a stage between steps: parameters, moments, step, basis. Flat, hashed, the same on every replica.
 
 The digest is a hash over fixed-size chunks of the state's bytes, which is what a newcomer verifies piece by piece.
 """

@@ -38,7 +38,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What backward computed: the gradient for the stage below, and this stage's own, not yet added anywhere."""
+    """The results of a backward: the gradient for the upstream stage, and this stage's own, not yet accumulated."""
 
     boundary: Tensor | None
     own: list[Tensor | None]
@@ -76,17 +76,17 @@ class StageWorker:
         found = list(torch.autograd.grad(done.output, inputs, gradient, allow_unused=True))
         if done.exit_state is not None:
             gram = [self._gram(found.pop())]
-        below = found.pop(0) if done.boundary is not None else None
-        if below is not None and not bool(torch.isfinite(below).all()):
-            raise DivergedError("the gradient for the stage below is not finite: training diverged")
-        return Gradients(below, [*found, *gram])
+        upstream = found.pop(0) if done.boundary is not None else None
+        if upstream is not None and not bool(torch.isfinite(upstream).all()):
+            raise DivergedError("the gradient for the upstream stage is not finite: training diverged")
+        return Gradients(upstream, [*found, *gram])
 
     def accumulate(self, gradients: Gradients, *, sign: int = 1) -> None:
-        """Add a microbatch's gradients to the stage's sum, or with sign -1 take them out again (exactly)."""
+        """Add a microbatch's gradients to the stage's sum, or with sign -1 subtract them again, exactly."""
         self.sum.add(self.state.gradient_offsets, gradients.own, sign=sign)
 
     def reduced_sum(self) -> Tensor:
-        """The sum of all microbatches, rounded once to the state's precision: what a reduction hands to everybody."""
+        """The sum of all microbatches, rounded once to the state's precision, as an all-reduce of one peer."""
         return self.sum.total.to(self.state.dtype)
 
     def finish(self, gradient_sum: Tensor, *, count_embedding: bool = True) -> float:

@@ -1,4 +1,4 @@
-"""What a manifest asks of its machines: arithmetic, bytes and memory per stage. The simulator and `plan` share it."""
+"""The demands of a manifest: arithmetic, bytes and memory per stage. Used by the simulator and by `plan`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from swarmtrain.run.manifest import Manifest
 
 FP32 = 4
 BACKWARD_FACTOR = 2.0  # a backward pass multiplies twice as much as a forward pass
-KEPT_MICROBATCHES = 2  # activations of so many must fit beside the state, as the daemon demands it
-SHARE_BYTES = 12  # per parameter, while a gradient is reduced: a copy of the sum and the result
+KEPT_MICROBATCHES = 2  # activations of this many must fit beside the state, as in the daemon's own check
+SHARE_BYTES = 12  # per parameter, during an all-reduce: a copy of the sum and the result
 PROCESS_BYTES = 400 << 20
 
 
@@ -51,7 +51,7 @@ class Workload:
         return tuple(stage.tflop / self.mean_tflop for stage in self.stages)
 
     def all_reduce_bytes(self, stage: int, num_peers: int) -> float:
-        """What one peer sends, and receives, when its stage's gradient is reduced; less the part it owns itself."""
+        """Bytes that one peer sends, and receives, in its stage's all-reduce, less the part that it owns itself."""
         return self.stages[stage].reduced.of_group(num_peers)
 
     @property

@@ -43,7 +43,7 @@ class Added(IntEnum):
     """How an addition of shares went."""
 
     EXACT = 0
-    OFF_GRID = 1  # a double was no whole number of steps: the total means nothing
+    OFF_GRID = 1  # a double was not a multiple of the step: the total is meaningless
     OVER = 2  # a sum has left the exact range
 
 
@@ -84,7 +84,7 @@ class Native:
     def pack(self, numbers: Doubles, step: float, width: int, packed: Codes) -> int:
         """Fill `packed` with `width` bytes per number; returns how many bytes the largest number needs.
 
-        0 if one is no whole number of steps. What is in `packed` counts only if it is between 1 and `width`.
+        0 if one is not a whole number of steps. What is in `packed` counts only if it is between 1 and `width`.
         """
         return int(self._pack(numbers.ctypes.data, numbers.size, 1.0 / step, width, packed.ctypes.data))
 

@@ -25,7 +25,7 @@ _CODEC = r"[a-z0-9][a-z0-9+:=,.\-]{0,63}"
 
 @dataclass(frozen=True)
 class RunSection:
-    """Who the run is."""
+    """The identity of the run."""
 
     name: str = key("the run's name, part of its identity", pattern=r"[a-z0-9][a-z0-9._-]{0,47}")
     seed: int = key("every initial tensor and every batch follows from it", default=0, low=0, high=2**63 - 1)
@@ -84,7 +84,7 @@ class ReduceSection:
     """How the replicas of a stage add up their gradients."""
 
     codec: str = key("none, bf16, int8, topk64 or powersgd32", default="none", pattern=r"[a-z0-9]{1,16}")
-    selective: bool = key("compress only in stages whose reduction would end last", default=False)
+    selective: bool = key("compress only in stages whose all-reduce would end last", default=False)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, help="run this one (with --seeds: the first)")
     parser.add_argument("--seeds", type=int, default=1, help="how many schedules (default 1)")
-    parser.add_argument("--minutes", type=float, default=0.0, help="stop after so long, and say how far it came")
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop after this time, and say how far it came")
     parser.add_argument("--trace", action="store_true", help="print every event and every delivery of one schedule")
     parser.add_argument("--events", action="store_true", help="print the events of one schedule, not the deliveries")
     parser.add_argument("--json", action="store_true", help="one JSON object per schedule")

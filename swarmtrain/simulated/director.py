@@ -1,4 +1,4 @@
-"""Carries a schedule out: waits for each fault's moment, does it, undoes it, and sees to it that the run can end."""
+"""Executes a schedule: waits for each fault's time, injects it, undoes it, and makes sure that the run can end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from swarmtrain.simulated.swarm import Life, SimulatedSwarm, told
 from swarmtrain.simulated.watchdog import Endless, watched
 
 POLL_S = 0.02
-PATIENCE_S = 40.0  # a fault does not wait longer for its step: the run may stand still because of the one before
-RESTART_S = 1.0  # whoever runs the daemons starts those again that have ended
-FLIP_S = 2.0  # so long bits are flipped, where something is under way
-LEAVE_S = 150.0  # in which all daemons must have gone after that
+PATIENCE_S = 40.0  # a fault waits no longer for its step: an earlier fault may have stopped the run
+RESTART_S = 1.0  # after this time an operator restarts daemons that have ended
+FLIP_S = 2.0  # duration of a fault that flips bits of data in flight
+LEAVE_S = 150.0  # after that, all daemons must end within this time
 SETTLE_S = 400.0  # virtual seconds in which the run must end once nothing goes wrong any more
 
 
@@ -62,20 +62,20 @@ class Director:
             swarm.failed(str(error))
 
     def _heal(self) -> None:
-        """Nothing goes wrong any more."""
+        """Undo all faults."""
         for undo in self._undo:
             undo()
 
     def _let_go(self) -> None:
-        """Whoever could hear that the run is over goes by itself; the others may wait for ever, for all they know."""
-        swarm, everybody = self.swarm, list(self.swarm.lives.values())
-        for life in swarm.peers:  # who has not found the run before it was over waits for it until its owner ends it
+        """Peers in contact with the coordinator end by themselves; the others would wait forever, and are ended."""
+        swarm, lives = self.swarm, list(self.swarm.lives.values())
+        for life in swarm.peers:  # a peer that did not find the run in time waits for it until its owner ends it
             if life.is_running and life.daemon is not None and life.daemon.assignment is None:
                 life.process.call_soon(partial(life.daemon.leave, "asked by a signal"))
         if not swarm.is_over:
             swarm.failed(f"the run stands still at step {swarm.step}")
             return
-        told = [life for life in everybody if life.stage < 0 or self._is_in_contact(life)]
+        told = [life for life in lives if life.stage < 0 or self._is_in_contact(life)]
         self._heal()
         if not swarm.loop.run_until(lambda: not any(life.is_running for life in told), limit_s=LEAVE_S):
             left = [life.name for life in told if life.is_running]
@@ -107,7 +107,7 @@ class Director:
         self.swarm.start_peer(name, stage, speed=speed, may_move=self.schedule.moves)
 
     async def _keep(self) -> None:
-        """Start daemons again that have ended although somebody wants them, and stages that nobody hosts."""
+        """Restart daemons that should run and have ended, and start peers for stages without one."""
         swarm = self.swarm
         ended_at: dict[str, float] = {}
         while True:
@@ -149,10 +149,10 @@ class Director:
                 swarm.note(f"{swarm.now:.9f} fault {fault}")
         self._faults_done = True
 
-    # ---- what goes wrong ---------------------------------------------------------------------------------------------
+    # ---- faults ------------------------------------------------------------------------------------------------------
 
     def _do(self, fault: Fault) -> bool:
-        """Do it; whether that was possible."""
+        """Inject a fault; whether that was possible."""
         does = getattr(self, "_" + fault.kind.replace("-", "_"))
         return bool(does(fault))
 
@@ -174,7 +174,7 @@ class Director:
         self.swarm.at(self.swarm.now + seconds, once)
 
     def _away(self, life: Life, fault: Fault) -> None:
-        """It comes back after the fault's length."""
+        """The daemon is started again after the fault's length."""
         self._wanted[life.name] = False
 
         def wanted() -> None:
@@ -190,7 +190,7 @@ class Director:
         return True
 
     def _restart(self, fault: Fault) -> bool:
-        """Killed, and started again at once: the others may not notice that it is another process."""
+        """Kill and restart at once: other daemons may not notice that it is another process."""
         if (life := self._life(fault.target)) is None:
             return False
         life.kill()
@@ -279,7 +279,7 @@ class Director:
         return self.swarm.network.cut(fault.target, fault.other) > 0
 
     def _flip(self, fault: Fault) -> bool:
-        """Bits of what comes and goes in the next moments, one after the other."""
+        """Flip bits of the next data in and out, one after the other."""
         network, left, ends_at = self.swarm.network, int(fault.amount), self.swarm.now + FLIP_S
 
         def flip() -> None:

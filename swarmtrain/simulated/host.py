@@ -1,4 +1,4 @@
-"""A host in memory: the network's door of one process. As `p2p/host.py`, with the network of network.py below it."""
+"""A host in memory, with the interface of `p2p/host.py`, on the simulated network (network.py)."""
 
 from __future__ import annotations
 

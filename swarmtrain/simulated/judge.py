@@ -18,7 +18,7 @@ from swarmtrain.simulated.swarm import SimulatedSwarm
 
 SPARE_JOBS = 32  # step work and messages do not count against the queue for passes
 TASKS_PER_LIFE = 16
-LOSS_TOLERANCE = 0.3  # of codecs that remember: another peer remembers something else
+LOSS_TOLERANCE = 0.3  # for stateful codecs: another peer has other state
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class References:
     def __call__(self, manifest: Manifest) -> ReferenceRun:
         """In this process, with one thread.
 
-        How often checkpoints are written changes nothing of it, unless reductions are compressed: what they left out is
-        forgotten at a checkpoint.
+        The interval between checkpoints changes nothing, unless all-reduces are compressed: a checkpoint drops their
+        error feedback.
         """
         if manifest.reduce.codec == "none":
             manifest = replace(manifest, checkpoint=replace(manifest.checkpoint, every=0))

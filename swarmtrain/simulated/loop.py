@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
-ITERATION_S = 2e-6  # what a turn of the loop takes: whoever spins without a timer gets older as well
+ITERATION_S = 2e-6  # duration of a turn of the loop, so that time also passes for a task that spins
 
 
 class Process(Protocol):
-    """Whoever callbacks belong to."""
+    """The owner of callbacks."""
 
     is_alive: bool
     held: deque[asyncio.Handle] | None  # while it is stopped: what waits for it
@@ -90,7 +90,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return task
 
     def run_until(self, condition: Callable[[], bool], *, limit_s: float) -> bool:
-        """Turn until `condition` holds or `limit_s` seconds have passed; whether it holds."""
+        """Run until `condition` holds or `limit_s` seconds have passed; returns whether it holds."""
         ends_at = self._virtual_s + limit_s
         with self.entered():
             while not condition():
@@ -182,4 +182,4 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Nothing comes from a selector."""
 
     def _write_to_self(self) -> None:
-        """There is no other thread to be woken by."""
+        """Does nothing: no other thread wakes this loop."""

@@ -1,4 +1,4 @@
-"""A machine that exists only in memory: its clock, its disk, its device, and the processes that live on it in turn.
+"""A simulated machine: its clock, its disk, its device, and the processes that run on it in turn.
 
 A process is one life of a daemon. Killed, it simply never runs again: its callbacks are dropped, no `finally` is
 executed, and its directory stays as it was. Stopped, it does nothing until it is resumed, while its network daemon goes
@@ -55,7 +55,7 @@ class SimulatedMachine:
     ) -> None:
         self.name, self.network, self._seed = name, network, seed
         self.disk = Disk(state_dir)
-        self.syncs_left: int | None = None  # so many are done, then the power fails, in the midst of a write
+        self.syncs_left: int | None = None  # this many syncs succeed, then the power fails during a write
         self.luck: random.Random | None = None  # whether some of what was not synced survives that
         self.address = f"/ip4/10.{number // 65536 % 256}.{number // 256 % 256}.{number % 256}/tcp/4001"
         self.by_address = by_address
@@ -86,7 +86,7 @@ class SimulatedMachine:
         return self.process
 
     def step_clock(self, seconds: float) -> None:
-        """Somebody sets the clock on the wall."""
+        """Move the wall clock, as an administrator might."""
         self.clock_offset_s += seconds
 
     def release_device(self) -> None:
@@ -115,7 +115,7 @@ class SimulatedMachine:
     async def serve_http(
         self, routes: Mapping[str, Handler], address: str, option: str, note: Path | None = None
     ) -> Door:
-        """See `Machine`: nobody looks."""
+        """See `Machine`. No server is started."""
         return _Closed()
 
 
@@ -208,7 +208,7 @@ class SimulatedProcess:
         self.machine.loop.let_go(self)
 
     def kill(self, *, power_loss: bool = False) -> None:
-        """SIGKILL; with `power_loss` the machine is off, and nobody is told."""
+        """SIGKILL. With `power_loss` the machine is off, and connections are not closed."""
         if not self.is_alive:
             return
         self.is_alive = False

@@ -1,4 +1,4 @@
-"""A network in memory with the manners of libp2p's: streams that break at any byte and look as if they had ended well.
+"""A simulated network that behaves like libp2p: streams break at any byte, and a break looks like a normal end.
 
 Every direction between two machines is a line of its own, with a delay, a rate, and whether anything passes. What does
 not pass waits, as TCP's segments do, and comes when the line is back, if the stream still exists by then. A process
@@ -135,7 +135,7 @@ class Network:
                     self.ended(end)
 
     def leave(self, host: SimulatedHost) -> None:
-        """Nobody can open anything to this host any more."""
+        """Refuse new connections and streams to this host."""
         if self.hosts.get(host.key) is host:
             del self.hosts[host.key]
         for pair in [pair for pair in self.connected if host.key in pair]:
@@ -155,7 +155,7 @@ class Pipe:
         self._timer: asyncio.TimerHandle | None = None
         self._last_at = 0.0
         self._is_finished = False
-        self.is_void = False  # nothing arrives any more, and nobody is told
+        self.is_void = False  # nothing arrives any more, and neither end is told
         self.num_bytes = 0
 
     @property
@@ -228,7 +228,7 @@ class Pipe:
             self._timer = self._network.loop.call_at(at, self._arrive, context=self._network.context)
 
     def _arrive(self) -> None:
-        """In nobody's context: the line's own doing. The receiver gets it in its own."""
+        """Runs in no process's context; the receiver's callback runs in the receiver's."""
         self._timer = None
         if self.is_void or self._network.is_blocked(self.source, self.target):
             return

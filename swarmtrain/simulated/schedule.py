@@ -1,4 +1,4 @@
-"""Schedules: a swarm and what goes wrong in it, drawn from a seed. Plain data; carried out by director.py."""
+"""Schedules: a swarm and its faults, drawn from a seed. Plain data; executed by director.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORGETFUL = (
     ("raw", "raw", "projected"),
     ("fp32", "fp32", "learned"),
 )
-# Codecs that remember: another peer remembers something else, so only the books and the replicas must agree.
+# Stateful codecs: another peer has other state, so only the books and the replicas must agree.
 REMEMBERING = (
     ("ef-topk25", "topk25", "subspace"),
     ("ef21-quant4", "ef21-quant6", "dense"),
@@ -179,7 +179,7 @@ def draw(seed: int, *, standard: bool = False) -> Schedule:
 
 def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int) -> Fault:
     (kind,) = rng.choices(list(KINDS), weights=list(KINDS.values()))
-    everybody = ["coordinator", *peers]
+    daemons = ["coordinator", *peers]
     target, other = rng.choice(peers), ""
     fault = Fault(kind, rng.randrange(num_steps), rng.choice((0.0, rng.random() * 0.1, rng.random(), 3 * rng.random())))
     length_s = rng.choice((0.2, 1.0, 4.0, 7.0, 12.0, 25.0)) * rng.uniform(0.5, 1.5)
@@ -196,16 +196,16 @@ def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int
     elif kind == "empty-stage":
         changes["target"] = f"stage{rng.randrange(num_stages)}"
     elif kind in ("cut-pair", "one-way", "slow-line"):
-        target, other = rng.sample(everybody, 2)
+        target, other = rng.sample(daemons, 2)
         changes |= {"target": target, "other": other}
         changes |= {"amount": rng.choice((20e3, 100e3))} if kind == "slow-line" else {}
     elif kind in ("cut", "flip", "transport"):
-        changes["target"] = rng.choice(everybody)
+        changes["target"] = rng.choice(daemons)
         changes |= {"amount": float(rng.choice((1, 4, 12)))} if kind == "flip" else {}
     elif kind == "partition":
-        changes |= {"amount": float(rng.getrandbits(len(everybody)))}
+        changes |= {"amount": float(rng.getrandbits(len(daemons)))}
     elif kind == "clock":
-        changes |= {"target": rng.choice(everybody), "amount": rng.choice((-3600.0, -30.0, -2.0, 2.0, 30.0, 3600.0))}
+        changes |= {"target": rng.choice(daemons), "amount": rng.choice((-3600.0, -30.0, -2.0, 2.0, 30.0, 3600.0))}
     elif kind == "coordinator-power-loss":
         changes |= {"target": "coordinator", "amount": float(rng.random() < 0.5)}  # some of what was not synced is left
         changes |= {"point": "sync", "nth": rng.randint(0, 9), "action": "power-loss"} if rng.random() < 0.6 else {}

@@ -52,7 +52,7 @@ WAIT_S = 600.0
 
 @dataclass
 class Life:
-    """What was seen of one daemon, over all its processes."""
+    """One daemon over all its processes: its events, and how each process ended."""
 
     swarm: SimulatedSwarm
     machine: SimulatedMachine
@@ -125,7 +125,7 @@ class SimulatedSwarm:
         self.loop = VirtualLoop(f"{seed}:loop")
         self.loop.set_exception_handler(self._unhandled)
         self.network = Network(self.loop, f"{seed}:network", self.note)
-        self.faults: list[str] = []  # what must never happen, and did
+        self.faults: list[str] = []  # violations: events that must never happen
         self.lives: dict[str, Life] = {}
         self._by_address: dict[str, SimulatedMachine] = {}
         self._step, self._is_over = 0, False
@@ -164,7 +164,7 @@ class SimulatedSwarm:
             gc.enable()
 
     def _bury(self) -> None:
-        """Free the dead: what their coroutines do when they are collected is of no interest any more."""
+        """Free dead processes. Errors of their coroutines during collection are ignored."""
         for task in asyncio.all_tasks(self.loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             with contextlib.suppress(BaseException):
@@ -180,7 +180,7 @@ class SimulatedSwarm:
         gc.collect()
         self.loop.close()
 
-    # ---- what is there -----------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     @property
     def now(self) -> float:
@@ -374,10 +374,10 @@ class SimulatedSwarm:
         self.until(lambda: self.is_over, "the run ends", limit_s=limit_s)
         self.until(lambda: not any(life.is_running for life in self.lives.values()), "all daemons end", limit_s=120.0)
 
-    # ---- what must not happen ----------------------------------------------------------------------------------------
+    # ---- violations --------------------------------------------------------------------------------------------------
 
     def failed(self, text: str) -> None:
-        """Something that must never happen."""
+        """Record a violation: an event that must never happen."""
         if self._is_closed:
             return
         self.faults.append(f"{self.now:.3f} {text}")

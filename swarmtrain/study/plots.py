@@ -12,7 +12,7 @@ from swarmtrain.study.links import LINKS
 from swarmtrain.study.results import RunResult
 
 _SIZE = (9.0, 6.0)
-Position = Callable[[RunResult, int], float]  # the horizontal position of a run after so many tokens
+Position = Callable[[RunResult, int], float]  # a run's horizontal position, given a number of tokens
 
 
 def draw(results: Sequence[RunResult], directory: Path, link: str, stage_s: float | None = None) -> list[Path]:

@@ -37,7 +37,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared: every method with every seed, on `manifest` with the method's boundary and codecs."""
+    """A comparison: every method with every seed, on `manifest` with the method's boundary and codecs."""
 
     manifest: Manifest
     methods: tuple[Method, ...]

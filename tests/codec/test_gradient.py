@@ -105,7 +105,7 @@ def test_error_before_is_error_after_plus_sent_whatever_the_cuts(seeds: list[int
         assert torch.allclose(sender.error + sent, gradient + ERROR_DECAY * before, atol=1e-5)
 
 
-def test_an_aborted_reduction_leaves_no_trace() -> None:
+def test_an_aborted_all_reduce_leaves_no_trace() -> None:
     sender, witness = gradient_encoder("topk64", 9000), gradient_encoder("topk64", 9000)
     for one in (sender, witness):
         one.encode(flat("gaussian", 9000, 1), 0)

@@ -118,7 +118,7 @@ def test_the_shape_may_change_between_messages() -> None:
         assert tuple(decode(encoded.payload, BACKWARD).tensor.shape) == shape
 
 
-def test_tickets_that_nobody_closed_are_forgotten() -> None:
+def test_tickets_that_were_never_closed_are_forgotten() -> None:
     for spec in ("lowrank4", "lowrank4-lep", "lowrank4:critical", "ef21-quant4"):
         sender = encoder(spec, Direction.BACKWARD)
         for step in range(20):

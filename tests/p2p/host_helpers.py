@@ -141,11 +141,11 @@ def echo_server(host: Host) -> list[Collector]:
 
 
 class ChildHost:
-    """A daemon in a process of its own (tests/p2p/host_process.py), driven by lines of JSON."""
+    """A process of its own that is driven by lines of JSON: a daemon (tests/p2p/host_process.py), or another module."""
 
-    def __init__(self, *, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, *arguments: str, module: str = "tests.p2p.host_process", prefix: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "tests.p2p.host_process"],
+            [*prefix, sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,

@@ -61,5 +61,5 @@ def test_the_bound_never_falls_when_a_machine_is_added_and_never_exceeds_the_pro
     assert throughput_bound([*machines, Machine(1.0, 1e6, 1e6)], kinds) >= bound - 1e-9
 
 
-def test_nobody_means_nothing() -> None:
+def test_without_machines_the_bound_is_zero() -> None:
     assert throughput_bound([], [INNER]) == 0.0

@@ -275,7 +275,7 @@ def states_of(simulation: Simulation) -> Counter[str]:
     return Counter(peer.state for peer in simulation.peers)
 
 
-def test_a_badly_placed_swarm_spreads_by_itself_and_then_rests() -> None:
+def test_a_badly_placed_swarm_spreads_by_itself_and_then_is_stable() -> None:
     layout = tuple(PeerSpec(speed=0.2) for _ in range(24))
     scenario = Scenario(
         num_peers=24, num_stages=3, layout=layout, churn="none", placement="random", minutes=90.0, seed=3

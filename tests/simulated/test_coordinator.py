@@ -161,7 +161,7 @@ def test_all_processes_killed_twice(simulated: Make, references: References, pow
 
 
 @pytest.mark.parametrize(("stage", "every"), every_third([(0, 0), (0, 4), (1, 0), (1, 4), (2, 0), (2, 4)]))
-def test_a_stage_without_peers_stops_the_run_until_somebody_joins(
+def test_a_stage_without_peers_stops_the_run_until_a_peer_joins(
     simulated: Make, references: References, stage: int, every: int
 ) -> None:
     swarm = simulated(tiny("schedule.steps=10", f"checkpoint.every={every}"))

@@ -101,7 +101,7 @@ def reroutes(life: Life) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("moment", ["leasing", "preparing"])
-def test_nobody_is_lost_when_it_is_the_coordinators_own_transport_that_is_away(tmp_path: Path, moment: str) -> None:
+def test_no_peer_is_lost_when_the_coordinators_own_transport_is_down(tmp_path: Path, moment: str) -> None:
     with swarm_of(tiny(), tmp_path) as swarm:
         swarm.start(num_peers=4)
         coordinator = swarm.coordinator
@@ -303,7 +303,7 @@ def test_a_wrong_first_comer_after_a_restart_is_not_the_truth(tmp_path: Path) ->
         assert never_went_back(swarm)
 
 
-def test_a_coordinator_that_was_stopped_loses_nobody(tmp_path: Path) -> None:
+def test_a_coordinator_that_was_stopped_loses_no_peer(tmp_path: Path) -> None:
     with swarm_of(tiny(schedule__steps=12), tmp_path) as swarm:
         swarm.start(num_peers=4)
         swarm.until(lambda: swarm.step == 2, "two steps")

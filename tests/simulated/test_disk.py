@@ -1,4 +1,4 @@
-"""Machines lose power and what was not synced: no decision, key or checkpoint that somebody relies on is lost."""
+"""Machines lose power and what was not synced: no decision, key or checkpoint that a daemon relies on is lost."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ def test_without_synced_files_a_checkpoint_is_torn(simulated: Make, monkeypatch:
     assert (coordinator.state_dir / "checkpoints/step-00000002/stage-000.safetensors").stat().st_size == 0
 
 
-def test_everybody_loses_power_and_the_run_goes_on_from_its_checkpoint(simulated: Make, references: References) -> None:
+def test_all_machines_lose_power_and_the_run_resumes_from_its_checkpoint(
+    simulated: Make, references: References
+) -> None:
     """All states are gone with the memories. The first checkpoint's directory is new, and must have survived, too."""
     swarm = simulated(tiny("checkpoint.every=2"))
     swarm.start(num_peers=3)

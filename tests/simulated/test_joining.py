@@ -1,4 +1,4 @@
-"""Joining while others train: nobody waits, and every byte of a newcomer's state is verified."""
+"""Joining while others train: no step waits, and every byte of a newcomer's state is verified."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def test_a_newcomer_before_the_first_step_downloads_nothing(simulated: Make, ref
     assert not newcomer.has("sync_progress")
 
 
-def test_a_newcomer_that_listens_while_its_line_just_carries_the_reductions(
-    simulated: Make, references: References
-) -> None:
+def test_a_listener_whose_line_just_carries_the_all_reduces(simulated: Make, references: References) -> None:
     """It is still receiving a step's sum when the next one is added up: that must not send it back to the start."""
     swarm = simulated(tiny("schedule.steps=20", "model.hidden_size=64", "model.ffn_size=256"))
     start(swarm, 0, 1, 2)

@@ -1,4 +1,4 @@
-"""Leaving and pausing while others train: what a peer has finished counts, and nobody waits for who rests."""
+"""Leaving and pausing while others train: what a peer has finished counts, and no step waits for a paused peer."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_drained_peer_whose_coordinator_is_gone_goes_when_its_time_is_over(sim
     assert not swarm.faults
 
 
-def test_who_drains_with_work_that_others_have_done_goes_when_its_step_is_applied_without_it(
+def test_a_draining_peer_whose_work_was_recomputed_leaves_when_its_step_is_applied(
     simulated: Make,
 ) -> None:
     """It stood still with all that it had finished until the run had gone on without it."""
@@ -169,7 +169,7 @@ def test_a_paused_peer_that_falls_behind_is_not_lost(simulated: Make) -> None:
     assert not swarm.faults
 
 
-def test_everybody_is_paused_and_resumed(simulated: Make, references: References) -> None:
+def test_all_peers_are_paused_and_resumed(simulated: Make, references: References) -> None:
     swarm = simulated(tiny())
     start(swarm, 0, 1, 2, 0, 1, 2)
     wait_step(swarm, 2)

@@ -1,4 +1,4 @@
-"""Peers that go where they are needed: newcomers without a stage, movers with permission, nobody in a balanced run."""
+"""Rebalancing: newcomers without a stage, moves with permission, no moves in a balanced run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def served_after(swarm: SimulatedSwarm, granted: Event) -> float:
     return min((item.at for item in served(mover) if item.at > granted.at), default=float("inf"))
 
 
-def test_a_badly_distributed_swarm_spreads_with_no_more_moves_than_needed_and_then_rests(
+def test_a_badly_distributed_swarm_spreads_with_no_more_moves_than_needed_and_then_is_stable(
     simulated: Make, references: References
 ) -> None:
     best, necessary = best_and_necessary()
@@ -137,7 +137,7 @@ def test_two_newcomers_and_a_mover_at_once(simulated: Make, references: Referenc
 
 
 @pytest.mark.parametrize("when", ["moving", repetition("syncing")])
-def test_a_mover_that_dies_on_its_way_is_missed_by_nobody(simulated: Make, references: References, when: str) -> None:
+def test_a_moving_peer_may_die_on_its_way(simulated: Make, references: References, when: str) -> None:
     swarm = simulated(even_stages("schedule.steps=12", "batch.microbatches_per_step=12"))
     swarm.start_coordinator(min_peers=5, moves=RULES)
     for index, stage in enumerate((0, 0, 0, 1, 2)):

@@ -65,7 +65,7 @@ def test_a_basis_that_its_donor_does_not_give_is_asked_for_again(simulated: Make
     assert len(refused) == 2
 
 
-def test_an_owner_who_asks_at_the_wrong_time_is_told_so(simulated: Make, references: References) -> None:
+def test_an_owners_command_at_the_wrong_time_is_refused(simulated: Make, references: References) -> None:
     """A peer that fetches its state cannot be paused; one that serves has nothing to resume."""
     swarm = simulated(tiny(*TWO_STAGES))
     swarm.start(num_peers=2)

@@ -1,4 +1,4 @@
-"""Reductions and their deadlines in a simulated swarm: what is slow goes on, what hangs is left out, once."""
+"""All-reduces in a simulated swarm: a slow one goes on, a peer that hangs is left out, once."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_donors_of_a_basis_that_do_not_answer_cost_seconds(make_swarm: MakeSwarm
     assert swarm.now - began < 30.0
 
 
-def test_a_reduction_over_slow_lines_takes_minutes_and_keeps_both_replicas(make_swarm: MakeSwarm) -> None:
+def test_an_all_reduce_over_slow_lines_takes_minutes_and_keeps_both_replicas(make_swarm: MakeSwarm) -> None:
     larger = ("model.hidden_size=64", "model.ffn_size=256", "model.vocab_size=2048")
     swarm = make_swarm(*run(2, 2, *larger))
     swarm.start(num_peers=4)

@@ -92,7 +92,7 @@ def test_next_stage_empty_and_a_killed_peer_is_seen_at_once(simulated: Make) -> 
     wait_seen(swarm, lambda: swarm.coordinator.status()["reason"] == "stage 1 has no peers", "the run waits")
 
 
-def test_syncing_with_nobody_who_has_the_state(simulated: Make) -> None:
+def test_syncing_while_no_peer_has_the_state(simulated: Make) -> None:
     swarm = simulated(open_ended(*TWO_STAGES))
     swarm.start(num_peers=2)
     wait_step(swarm, 1)

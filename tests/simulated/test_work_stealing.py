@@ -1,4 +1,4 @@
-"""Peers that run out of work get what waits at others of their stage; bits stay as they are."""
+"""Work stealing: an idle peer takes work that waits at another peer of its stage; the bits stay the same."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_work_that_waits_goes_to_a_peer_that_has_none(simulated: Make, reference
         *(repetition(case) for case in product(("cut",), POINTS, (0, 1))),
     ],
 )
-def test_who_gives_and_who_takes_may_die_of_it(
+def test_victim_and_thief_may_die_while_work_is_stolen(
     simulated: Make, references: References, point: str, action: str, stage: int
 ) -> None:
     """One when it has taken work out of its queue and nobody knows, the other with what was just given to it."""
