@@ -1,7 +1,7 @@
-"""A node of the run's DHT, inside this process: Kademlia over the host's small calls, trusting nobody.
+"""A node of the run's DHT, inside this process: Kademlia over the host's small calls, trusting no other node.
 
 Differences from hivemind's node, each for a fault that was met there: a peer's place in the DHT follows from its peer
-id (nobody can sit in many places); bad records are dropped one by one (there, one bad record hides all others of its
+id (no peer can sit in many places); bad records are dropped one by one (there, one bad record hides all others of its
 key); everything is bounded before it is decoded, and so is a search; nothing is cached, so that what is found was on
 the network just now; our own outages are not blamed on others.
 """
@@ -131,7 +131,7 @@ class DhtNode:
         await self._network.serve_calls(self._protocol("find"), self._answer_find)
 
     def close(self) -> None:
-        """Answer nobody any more, and end what runs in the background."""
+        """Answer no more questions, and end what runs in the background."""
         self._is_closed = True
         for task in self._background:
             task.cancel()
@@ -210,13 +210,13 @@ class DhtNode:
         return await self._search(key, lambda peer_id, raw: None)
 
     async def refresh(self, ways: Iterable[str], *, num_parts: int) -> None:
-        """Get to know somebody in other parts of the DHT, each in its turn, by asking `ways` as well.
+        """Get to know nodes in other parts of the DHT, each in its turn, by asking `ways` as well.
 
         Without it, many who join at once through one node know that one and those nearest to themselves: a search from
         there ends among them, and does not find what lies elsewhere.
         """
         if len(self._table) < BUCKET_SIZE:
-            return  # looking ourselves up has asked everybody
+            return  # looking ourselves up has asked all known nodes
         places = self._table.far_places()
         for _ in range(min(num_parts, len(places))):
             key = places[self._next_part % len(places)]

@@ -1,6 +1,6 @@
 """The run's directory: who is there, under which topic, for the next minute.
 
-`announce` puts a signed record of this peer under a topic, `lookup` returns everybody's. Below it is a DHT among the
+`announce` puts a signed record of this peer under a topic, `lookup` returns those of all. Below it is a DHT among the
 run's daemons. The directory looks after itself: a node that lost all its neighbours (a short outage is enough) finds
 them again, records come back after p2pd was restarted, and important ones can be confirmed by reading them back.
 """
@@ -112,7 +112,7 @@ class Directory:
 
     @classmethod
     async def start(cls, host: NetworkHost, run_id: str, options: DirectoryOptions | None = None) -> Directory:
-        """Join the DHT of a run through the host's bootstrap peers. Nobody answering is not an error: it goes on
+        """Join the DHT of a run through the host's bootstrap peers. Silence of all of them is not an error: it goes on
         trying, and a run's first daemon is alone anyway (see `status`)."""
         options = options or DirectoryOptions()
         clock = options.clock or SwarmClock()
@@ -271,12 +271,12 @@ class Directory:
         self._check_clock()
 
     async def _recover(self) -> None:
-        """After an outage: nobody is to blame for it, and everybody who ever answered may be a way back."""
+        """After an outage: no peer is to blame for it, and every peer that ever answered may be a way back."""
         self._node.trust_again()
         await self._find_neighbours()
 
     async def _find_neighbours(self) -> None:
-        """Ping whoever may be there, then look ourselves up, which makes us and our neighbours known to each other."""
+        """Ping the peers that may be there, then look ourselves up, which makes us and our neighbours known to each other."""
         ways = dict.fromkeys(self._bootstrap) | dict.fromkeys(list(self._node.seen)[-16:])
         await asyncio.gather(*(self._node.ping(peer_id) for peer_id in ways))
         self._node.trust_again()  # who did not answer now may do so once those who did have told us their addresses

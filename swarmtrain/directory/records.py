@@ -1,10 +1,10 @@
 """Signed directory records: what a peer says of itself under a topic of a run, and until when it holds.
 
 A record in the DHT is one byte string that carries everything needed to check it: run, topic, owner, expiry, value and
-the owner's signature over all of these. The owner's peer id contains its public key, so nobody can speak for another,
+the owner's signature over all of these. The owner's peer id contains its public key, so no peer can speak for another,
 move a record to another run or topic, or prolong it. A record may be countersigned by the run's key.
 
-A node keeps records of others within hard limits. A key that anybody can grow without bound makes its keepers unable to
+A node keeps records of others within hard limits. A key that any peer can grow without bound makes its keepers unable to
 answer for it, and readers then blame the keepers. So there is a cap for each key, for each owner and for the whole
 store. Within a full key, owners that are already there may renew; newcomers are refused.
 """
@@ -328,7 +328,7 @@ class RecordStore:
             self._remove(key, owner)
 
     def _sweep(self) -> None:
-        """All keys, at most every few seconds: records of keys that nobody touches must go too."""
+        """All keys, at most every few seconds: records of keys that are not touched must go too."""
         now = self._clock()
         if now < self._next_sweep:
             return

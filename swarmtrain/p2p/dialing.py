@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_KNOWN_PEERS = 20_000
 MAX_ADDRESSES_OF_PEER = 16
 GRACE_S, GRACE_RATIO = 0.1, 3.0
-Probe = Callable[[str, int], Awaitable[None]]  # host and port; raises OSError if nobody listens there
+Probe = Callable[[str, int], Awaitable[None]]  # host and port; raises OSError if nothing listens there
 
 
 class AddressBook:

@@ -37,7 +37,7 @@ PROTOCOL = "/swarmtrain/1"
 PORT_WAIT_S = 2.0  # how long a killed predecessor may hold our port
 CLOSE_WAIT_S = 3.0
 UP_S = 2.0  # a p2pd that does not say who it is within this time hangs
-REDIAL_HEAD_START_S = 2.0  # a new p2pd knows nobody: let the bootstrap peers come first
+REDIAL_HEAD_START_S = 2.0  # a new p2pd knows no peers: let the bootstrap peers come first
 RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -127,7 +127,7 @@ class Host:
         return stream
 
     async def _reach(self, p2pd: P2pd, peer_id: str, addresses: tuple[Address, ...], timeout_s: float) -> None:
-        """Make sure there is a connection; p2pd only dials where somebody listens (see dialing.py).
+        """Make sure there is a connection; p2pd only dials where something listens (see dialing.py).
 
         Without an address it is left to p2pd, which may have been told one. Raises PeerUnreachable, HostDownError.
         """
@@ -223,7 +223,7 @@ class Host:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._ready.set()  # whoever waits for p2pd wakes up and sees that the host is closed
+        self._ready.set()  # tasks that wait for p2pd wake up and see that the host is closed
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

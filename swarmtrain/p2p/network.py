@@ -148,7 +148,7 @@ class HostOptions:
     `bootstrap`, `use_relays`: addresses with /p2p/…. `relay`: serve as a relay for others; needs a reachable address.
     `behind_nat`: True takes no direct connections for granted and keeps a reservation at every relay; None does so only
     if relays are given. `require_bootstrap`: a start with all bootstrap peers down is an error. `probe`: how to ask
-    whether somebody listens; another one is needed only where p2pd is not on the same network as this process.
+    whether something listens; another one is needed only where p2pd is not on the same network as this process.
     """
 
     state_dir: Path

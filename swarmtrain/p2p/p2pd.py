@@ -50,7 +50,7 @@ RELAY_LIMITS = {
 class P2pdOptions:
     """All that decides p2pd's command line. Addresses are texts of checked multiaddrs.
 
-    Without an identity file, p2pd is somebody new; without listen addresses, it only dials.
+    Without an identity file, p2pd has a new identity; without listen addresses, it only dials.
     """
 
     binary: Path
@@ -100,7 +100,7 @@ def bundled_p2pd() -> Path:
 
 
 class P2pd:
-    """A running p2pd. Made by `P2pd.start`; `died` is set the moment it is gone, whoever ended it."""
+    """A running p2pd. Made by `P2pd.start`; `died` is set the moment it is gone, whatever ended it."""
 
     def __init__(self, options: P2pdOptions, process: asyncio.subprocess.Process) -> None:
         self.options = options
@@ -246,7 +246,7 @@ class P2pd:
         return stream
 
     async def _read_output(self) -> None:
-        """Follow p2pd's output to its end, which is p2pd's own: then everybody is told."""
+        """Follow p2pd's output to its end, which is p2pd's own: then `died` is set."""
         assert self._process.stdout is not None
         rest = b""
         while chunk := await self._process.stdout.read(65536):

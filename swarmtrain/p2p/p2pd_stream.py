@@ -34,7 +34,7 @@ GREETING_DEADLINE_S = 10.0
 class P2pdStream(asyncio.BufferedProtocol):
     """A `ByteStream` on one connection to p2pd.
 
-    Life: greeting (p2pd's message is being read) -> parked (nobody listens yet; reading is paused, so nothing is lost
+    Life: greeting (p2pd's message is being read) -> parked (no receiver yet; reading is paused, so nothing is lost
     and back-pressure holds) -> flowing (bytes go straight into the receiver's buffers) -> closed.
     """
 
@@ -132,7 +132,7 @@ class P2pdStream(asyncio.BufferedProtocol):
             self._close_deadline.cancel()
         if not self.greeting.done():
             self.greeting.set_exception(HostDownError("p2pd closed the connection before it answered"))
-            self.greeting.exception()  # mark as retrieved: an aborted open has nobody left to wait for it
+            self.greeting.exception()  # mark as retrieved: the caller of an aborted open has left
         if not self.closed.done():
             self.closed.set_result(None)
         if self._receiver is not None:
@@ -178,7 +178,7 @@ class P2pdStream(asyncio.BufferedProtocol):
         if self._writing_paused and not self.closed.done():
             self._receiver.pause_writing()
         self._deliver_early()
-        if self.closed.done():  # it was lost before anybody listened
+        if self.closed.done():  # it was lost before a receiver came
             self._tell_closed(None)
 
     def _tell_closed(self, error: Exception | None) -> None:

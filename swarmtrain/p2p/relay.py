@@ -1,4 +1,4 @@
-"""Reservations at libp2p relays (circuit relay v2): a peer that nobody can dial asks a relay to keep a door for it.
+"""Reservations at libp2p relays (circuit relay v2): a peer that cannot be dialed asks a relay to pass calls to it on.
 
 We ask ourselves, over a raw stream, instead of leaving it to p2pd: p2pd does not ask again when a relay was restarted
 (not within 100 s), does not report reservations at relays with private addresses, and waits for a verdict on its own
@@ -104,7 +104,7 @@ async def start_relay(options: P2pdOptions, guest_socket: Path, peer_id: str, *,
 async def _serves_useful_circuits(
     relay_peer_id: str, addresses: tuple[Address, ...], guest: P2pdOptions, timeout_s: float
 ) -> bool:
-    """Ask the relay for a reservation as anybody else would, through a p2pd that lives only for that."""
+    """Ask the relay for a reservation as any other peer would, through a p2pd that lives only for that."""
     guest.control_path.unlink(missing_ok=True)
     p2pd = await P2pd.start(guest, timeout_s=timeout_s)
     try:

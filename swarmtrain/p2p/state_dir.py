@@ -130,7 +130,7 @@ class StateDirectory:
         self._sockets.chmod(0o700)
 
     def _remove_stale(self) -> None:
-        """What a daemon that was killed left behind. The lock is ours, so nobody uses it."""
+        """What a daemon that was killed left behind. The lock is ours, so no process uses it."""
         _remove_sockets(self._sockets)
         record = self.path / "sockets.path"
         try:

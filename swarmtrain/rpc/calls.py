@@ -51,7 +51,7 @@ class Caller:
 
     @property
     def num_open(self) -> int:
-        """Calls that somebody waits for."""
+        """Calls whose callers still wait."""
         return len(self._queued) + sum(not call.abandoned for call in self._calls.values())
 
     async def call(self, request: Message, *, deadline_s: float, on_progress: OnProgress | None = None) -> Message:
@@ -198,10 +198,10 @@ class Caller:
 
 
 def _left() -> int:
-    raise AssertionError("a request was begun that nobody waits for")
+    raise AssertionError("a request was begun whose caller has left")
 
 
 def _fail(call: OutgoingCall, error: BaseException) -> None:
     if not call.answer.done():
         call.answer.set_exception(error)
-        call.answer.exception()  # marks it as seen: an abandoned call has nobody who would
+        call.answer.exception()  # marks it as seen: the caller of an abandoned call never looks

@@ -30,7 +30,7 @@ _MAX_WAITING_PROGRESS = 16
 class Exchange:
     """What a handler knows about its call, besides the request.
 
-    `cancelled` is set when the caller explicitly wants no answer any more; `caller_gone` when nobody can get the answer
+    `cancelled` is set when the caller has cancelled the call; `caller_gone` when the answer cannot reach the caller
     (link lost, or cancelled). Neither cancels the handler's task: whether the work is worth finishing is its decision.
     """
 
@@ -66,7 +66,7 @@ class IncomingCall(Exchange):
         self.inbound: InboundMessage | None = None  # while the request arrives
         self.held: InboundMessage | None = None  # its memory, while the handler works
         self.has_place = False
-        self.closed = False  # the last word was said (or nobody listens): nothing may be sent any more
+        self.closed = False  # the last word was said (or the link is lost): nothing may be sent any more
         self.sending: OutboundMessage | None = None
         self._waiting: deque[tuple[FrameType, EncodedMessage]] = deque()
         self._all_sent = asyncio.Event()
@@ -247,7 +247,7 @@ class Callee:
                 raise ProtocolViolation(Violation.STALLED, f"call {call.call_id}: {call.inbound.kind} never ended")
 
     def link_lost(self) -> None:
-        """Nobody will get the answers; the handlers go on."""
+        """The answers cannot be sent any more; the handlers go on."""
         for call in tuple(self._calls.values()):
             call.close()
             call.caller_gone.set()

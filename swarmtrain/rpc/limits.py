@@ -249,7 +249,7 @@ class Budget:
         self._serve_queue()
 
     def _serve_queue(self, fresh: Reservation | None = None) -> None:
-        """Admit in order. A full child blocks its own reservations only, a full parent blocks everybody's.
+        """Admit in order. A full child blocks its own reservations only, a full parent blocks all.
 
         So nothing is overtaken for ever by smaller ones. `fresh` is told by its `admitted`, not by its callback.
         """

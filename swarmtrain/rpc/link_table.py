@@ -75,7 +75,7 @@ class LinkTable:
         return self._by_id.get(peer_id)
 
     def links(self) -> list[Link]:
-        """Every link with anybody."""
+        """The links with all peers."""
         return [link for neighbour in self._by_id.values() for link in neighbour.links]
 
     def dials(self) -> list[asyncio.Task[Link]]:

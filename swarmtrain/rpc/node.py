@@ -248,12 +248,12 @@ class Node:
         return link
 
     async def _check_up(self, error: Exception) -> None:
-        """HostDownError if it was this end that failed: nobody else may be blamed for it, or not be dialed again."""
+        """HostDownError if it was this end that failed: no peer may be blamed for it, or wait for a dial."""
         if not await self._transport.is_up():
             raise HostDownError(f"this host's own transport is away: {error}") from error
 
     async def is_up(self) -> bool:
-        """Whether this end's own transport works: if not, nobody can be heard."""
+        """Whether this end's own transport works: if not, silence says nothing about peers."""
         return await self._transport.is_up()
 
     async def _open(self, peer_id: str) -> ByteStream:
@@ -320,7 +320,7 @@ class Node:
             self._on_link_closed(link.peer_id, link.error)
 
     def _make_place(self) -> bool:
-        """ResizableSemaphore for one link more, if need be by closing the one that is idle for longest."""
+        """True if one more link may be opened; at the limit, the link that is idle for longest is closed."""
         links = self._neighbours.links()
         if len(links) < self.options.max_links:
             return True
@@ -366,7 +366,7 @@ class Node:
         return sum(link.received_bytes for link in neighbour.links) if neighbour is not None else 0
 
     def backlog_bytes(self) -> int:
-        """What waits to be sent, to anybody."""
+        """What waits to be sent, to all peers."""
         return sum(link.backlog_bytes for link in self._neighbours.links())
 
     def set_prior(self, peer_id: str, up_bytes_per_s: float) -> None:
@@ -400,6 +400,6 @@ class Node:
 
 
 def _see_exception(dial: asyncio.Task[Link]) -> None:
-    """A failed dial whose callers have all left is nobody's surprise."""
+    """Mark the error of a dial as seen: its callers may all have left."""
     if not dial.cancelled():
         dial.exception()
