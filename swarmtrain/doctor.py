@@ -37,7 +37,7 @@ ENOUGH_DISK_BYTES = 256 << 20  # identity, logs and events of a peer
 LOOK_S = 15.0  # a coordinator's record is spread within seconds
 
 
-class Verdict(StrEnum):
+class Grade(StrEnum):
     """The outcome of one check."""
 
     GOOD = "good"
@@ -51,7 +51,7 @@ class Finding:
     """The outcome of one check; if it is bad, the fix, and the exit code that a daemon would end with."""
 
     name: str
-    verdict: Verdict
+    verdict: Grade
     detail: str
     fix: str = ""
     exit_code: ExitCode = ExitCode.DONE
@@ -87,8 +87,8 @@ async def examine(patient: Patient, tell: Tell) -> None:
             tell(_bad("ports" if is_port else "p2pd", host))
             _skip(tell, ("bootstrap", "clock", "run"), "the network daemon did not start")
             return
-        tell(Finding("p2pd", Verdict.GOOD, f"{patient.p2pd_binary or bundled_p2pd()} runs"))
-        tell(Finding("ports", Verdict.GOOD, f"listening on {', '.join(host.addresses()[:3])}"))
+        tell(Finding("p2pd", Grade.GOOD, f"{patient.p2pd_binary or bundled_p2pd()} runs"))
+        tell(Finding("ports", Grade.GOOD, f"listening on {', '.join(host.addresses()[:3])}"))
         if patient.invite is None:
             _skip(tell, ("bootstrap", "clock", "run"), "there is no invite")
         elif _bootstrap(await host.connect(patient.invite.bootstrap), tell):
@@ -99,7 +99,7 @@ async def examine(patient: Patient, tell: Tell) -> None:
 
 def exit_code(findings: list[Finding]) -> ExitCode:
     """The exit code of the first bad finding; DONE if there is none."""
-    return next((item.exit_code for item in findings if item.verdict is Verdict.BAD), ExitCode.DONE)
+    return next((item.exit_code for item in findings if item.verdict is Grade.BAD), ExitCode.DONE)
 
 
 def device(gpu: int | None) -> Finding:
@@ -110,10 +110,10 @@ def device(gpu: int | None) -> Finding:
         return _bad("device", error)
     cores = len(os.sched_getaffinity(0))
     if chosen == "cpu":
-        return Finding("device", Verdict.GOOD, f"CPU with {cores} cores, torch {torch.__version__}")
+        return Finding("device", Grade.GOOD, f"CPU with {cores} cores, torch {torch.__version__}")
     free, total = torch.cuda.mem_get_info(chosen)
     what = f"{torch.cuda.get_device_name(chosen)}, {show_gb(free)} of {show_gb(total)} free"
-    return Finding("device", Verdict.GOOD, f"{what}, torch {torch.__version__}")
+    return Finding("device", Grade.GOOD, f"{what}, torch {torch.__version__}")
 
 
 def memory(available_bytes: int | None = None) -> Finding:
@@ -122,9 +122,9 @@ def memory(available_bytes: int | None = None) -> Finding:
     available = known.available if available_bytes is None else available_bytes
     detail = f"{show_gb(available)} of {show_gb(known.total)} free"
     if available >= ENOUGH_MEMORY_BYTES:
-        return Finding("memory", Verdict.GOOD, detail)
+        return Finding("memory", Grade.GOOD, detail)
     fix = f"free some: a daemon takes {show_gb(ENOUGH_MEMORY_BYTES)} with the smallest stage"
-    return Finding("memory", Verdict.BAD, detail, fix, ExitCode.HARDWARE)
+    return Finding("memory", Grade.BAD, detail, fix, ExitCode.HARDWARE)
 
 
 def disk(state_dir: Path) -> Finding:
@@ -136,12 +136,12 @@ def disk(state_dir: Path) -> Finding:
             free = shutil.disk_usage(state_dir).free
     except OSError as error:
         fix = "free some space, check owner and mode, or choose another --state-dir"
-        return Finding("disk", Verdict.BAD, f"cannot write to {state_dir}: {error.strerror}", fix, ExitCode.STORAGE)
+        return Finding("disk", Grade.BAD, f"cannot write to {state_dir}: {error.strerror}", fix, ExitCode.STORAGE)
     detail = f"{show_gb(free)} free in {state_dir}"
     if free >= ENOUGH_DISK_BYTES:
-        return Finding("disk", Verdict.GOOD, detail)
+        return Finding("disk", Grade.GOOD, detail)
     return Finding(
-        "disk", Verdict.ODD, detail, f"free some space: logs and events take up to {show_gb(ENOUGH_DISK_BYTES)}"
+        "disk", Grade.ODD, detail, f"free some space: logs and events take up to {show_gb(ENOUGH_DISK_BYTES)}"
     )
 
 
@@ -185,12 +185,12 @@ def _bootstrap(results: list[DialResult], tell: Tell) -> bool:
     has_one = any(result.error is None for result in results)
     for result in results:
         if result.error is None:
-            tell(Finding("bootstrap", Verdict.GOOD, str(result)))
+            tell(Finding("bootstrap", Grade.GOOD, str(result)))
         elif has_one:
-            tell(Finding("bootstrap", Verdict.ODD, str(result), "nothing: another one was reached"))
+            tell(Finding("bootstrap", Grade.ODD, str(result), "nothing: another one was reached"))
         else:
             fix = "check this machine's network and firewall, that the run is going, and that the invite is the newest"
-            tell(Finding("bootstrap", Verdict.BAD, str(result), fix, ExitCode.UNREACHABLE))
+            tell(Finding("bootstrap", Grade.BAD, str(result), fix, ExitCode.UNREACHABLE))
     return has_one
 
 
@@ -208,11 +208,11 @@ async def _run(host: Host, invite: Invite, look_s: float, tell: Tell) -> None:
     else:
         _skip(tell, ("clock",), "no peer has told its time")
     if coordinator:
-        tell(Finding("run", Verdict.GOOD, f"run {invite.run_id} is coordinated by {coordinator[-8:]}"))
+        tell(Finding("run", Grade.GOOD, f"run {invite.run_id} is coordinated by {coordinator[-8:]}"))
     else:
         fix = "is the coordinator running, and is this its newest invite?"
         detail = f"no coordinator of run {invite.run_id} within {look_s:.0f} s"
-        tell(Finding("run", Verdict.BAD, detail, fix, ExitCode.UNREACHABLE))
+        tell(Finding("run", Grade.BAD, detail, fix, ExitCode.UNREACHABLE))
 
 
 async def _coordinator(directory: Directory, look_s: float) -> str:
@@ -235,15 +235,15 @@ def clock(others_ahead_s: float) -> Finding:
         "as the others'" if off < 0.5 else f"{off:.1f} s {'behind' if others_ahead_s > 0 else 'ahead of'} the others'"
     )
     if off <= MAX_CLOCK_OFFSET_S:
-        return Finding("clock", Verdict.GOOD, detail)
+        return Finding("clock", Grade.GOOD, detail)
     fix = "set it by NTP: signed records would be refused"
-    return Finding("clock", Verdict.BAD, detail, fix, ExitCode.UNREACHABLE)
+    return Finding("clock", Grade.BAD, detail, fix, ExitCode.UNREACHABLE)
 
 
 def _bad(name: str, error: SwarmtrainError) -> Finding:
-    return Finding(name, Verdict.BAD, str(error), error.fix or "see docs/errors.md", error.exit_code)
+    return Finding(name, Grade.BAD, str(error), error.fix or "see docs/errors.md", error.exit_code)
 
 
 def _skip(tell: Tell, names: tuple[str, ...], why: str) -> None:
     for name in names:
-        tell(Finding(name, Verdict.SKIPPED, why))
+        tell(Finding(name, Grade.SKIPPED, why))

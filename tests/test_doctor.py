@@ -10,7 +10,7 @@ import pytest
 from cli.programs import call
 from p2p.host_helpers import LOOPBACK, run
 
-from swarmtrain.doctor import Finding, Patient, Verdict, clock, device, disk, examine, exit_code, memory
+from swarmtrain.doctor import Finding, Grade, Patient, clock, device, disk, examine, exit_code, memory
 from swarmtrain.errors import ExitCode
 from swarmtrain.p2p.host import Host
 from swarmtrain.p2p.network import HostOptions
@@ -38,14 +38,14 @@ async def findings(patient: Patient) -> list[Finding]:
     return found
 
 
-def verdicts(found: list[Finding], name: str) -> list[Verdict]:
+def verdicts(found: list[Finding], name: str) -> list[Grade]:
     return [item.verdict for item in found if item.name == name]
 
 
 def assert_every_fault_has_a_fix(found: list[Finding]) -> None:
     for item in found:
-        assert (item.verdict in (Verdict.BAD, Verdict.ODD)) == bool(item.fix), item
-        assert (item.verdict is Verdict.BAD) == (item.exit_code is not ExitCode.DONE), item
+        assert (item.verdict in (Grade.BAD, Grade.ODD)) == bool(item.fix), item
+        assert (item.verdict is Grade.BAD) == (item.exit_code is not ExitCode.DONE), item
 
 
 def test_each_bootstrap_peer_is_tried_by_itself(tmp_path: Path, nobody: str) -> None:
@@ -64,11 +64,11 @@ def test_each_bootstrap_peer_is_tried_by_itself(tmp_path: Path, nobody: str) -> 
         "good"
     ] * 5
     reached, refused = [item for item in found if item.name == "bootstrap"]
-    assert (reached.verdict, refused.verdict) == (Verdict.GOOD, Verdict.ODD)
+    assert (reached.verdict, refused.verdict) == (Grade.GOOD, Grade.ODD)
     assert reached.detail.endswith(": connected")
     assert nobody in refused.detail
     assert "connection refused" in refused.detail
-    assert verdicts(found, "run") == [Verdict.BAD]
+    assert verdicts(found, "run") == [Grade.BAD]
     assert exit_code(found) == ExitCode.UNREACHABLE
     assert_every_fault_has_a_fix(found)
     assert not (tmp_path / "state").exists()  # it leaves nothing behind
@@ -89,9 +89,9 @@ def test_a_taken_port_is_a_finding(tmp_path: Path) -> None:
         taken.listen()
         address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
         found = run(findings(Patient(tmp_path, listen=(address,))))
-    assert verdicts(found, "ports") == [Verdict.BAD]
+    assert verdicts(found, "ports") == [Grade.BAD]
     assert exit_code(found) == ExitCode.USAGE
-    assert {item.name for item in found if item.verdict is Verdict.SKIPPED} == {"bootstrap", "clock", "run"}
+    assert {item.name for item in found if item.verdict is Grade.SKIPPED} == {"bootstrap", "clock", "run"}
     assert_every_fault_has_a_fix(found)
 
 
@@ -99,7 +99,7 @@ def test_a_network_daemon_that_cannot_run_is_a_finding(tmp_path: Path) -> None:
     binary = tmp_path / "p2pd"
     binary.write_text("no program")
     found = run(findings(Patient(tmp_path, listen=LOOPBACK, p2pd_binary=binary)))
-    assert verdicts(found, "p2pd") == [Verdict.BAD]
+    assert verdicts(found, "p2pd") == [Grade.BAD]
     assert exit_code(found) == ExitCode.HARDWARE
     os.chmod(binary, 0o755)
     assert "not a program" in next(
@@ -110,9 +110,9 @@ def test_a_network_daemon_that_cannot_run_is_a_finding(tmp_path: Path) -> None:
 def test_the_machine_itself(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert disk(tmp_path / "file" / "below").exit_code is ExitCode.STORAGE
-    assert disk(tmp_path / "a" / "b").verdict is Verdict.GOOD
+    assert disk(tmp_path / "a" / "b").verdict is Grade.GOOD
     assert not (tmp_path / "a").exists()
     assert memory(10**8).exit_code is ExitCode.HARDWARE
     assert device(99).exit_code is ExitCode.HARDWARE
-    assert (clock(3.0).verdict, clock(-40.0).verdict) == (Verdict.GOOD, Verdict.BAD)
+    assert (clock(3.0).verdict, clock(-40.0).verdict) == (Grade.GOOD, Grade.BAD)
     assert "40.0 s ahead of" in clock(-40.0).detail

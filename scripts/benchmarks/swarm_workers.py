@@ -99,10 +99,10 @@ async def our_all_reduce(options: dict[str, Any]) -> None:
     def all_reduce_of(attempt: int) -> asyncio.Future[AllReduce]:
         return attempts.setdefault(attempt, asyncio.get_running_loop().create_future())
 
-    async def handle(part: Any, exchange: Any) -> Any:
-        if not isinstance(part, ReduceShare):
+    async def handle(message: Any, exchange: Any) -> Any:
+        if not isinstance(message, ReduceShare):
             raise Refusal("unknown")
-        return await (await all_reduce_of(part.attempt)).take(part, exchange.peer_id)
+        return await (await all_reduce_of(message.attempt)).receive_share(message, exchange.peer_id)
 
     host, node = await our_node(options, handle)
     # As a stage's sum of gradients is: on the grid of exact sums, and small.

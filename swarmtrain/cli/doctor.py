@@ -41,7 +41,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Check device, memory, disk, network daemon, ports, every bootstrap peer, clock and run; say what to fix."""
-    from swarmtrain.doctor import Patient, Verdict, examine, exit_code
+    from swarmtrain.doctor import Grade, Patient, examine, exit_code
     from swarmtrain.run.invite import parse_invite
 
     text = _known_invite(invite)
@@ -61,7 +61,7 @@ def doctor(
             say_finding(finding)
 
     asyncio.run(examine(patient, tell))
-    num_bad = sum(finding.verdict is Verdict.BAD for finding in findings)
+    num_bad = sum(finding.verdict is Grade.BAD for finding in findings)
     if as_json:
         print_json({"done": True, "bad": num_bad})
     elif num_bad:

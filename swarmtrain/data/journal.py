@@ -32,7 +32,7 @@ Plan = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Journal:
+class PreparationJournal:
     """A resumable state. `skip`: how many tokens of the piece at `cursor` are already in finished shards;
     `documents`: how many documents ended before that piece."""
 
@@ -42,17 +42,17 @@ class Journal:
     skip: int = 0
     documents: int = 0
 
-    def after(self, shards: list[ShardEntry], cursor: Cursor, skip: int, documents: int) -> Journal:
+    def after(self, shards: list[ShardEntry], cursor: Cursor, skip: int, documents: int) -> PreparationJournal:
         """The state at the end of the last of `shards`."""
         return replace(self, shards=tuple(shards), cursor=cursor, skip=skip, documents=documents)
 
 
-def save_journal(directory: Path, journal: Journal) -> None:
+def save_journal(directory: Path, journal: PreparationJournal) -> None:
     """Replace the journal; atomic."""
     atomic_write(directory / JOURNAL_FILE, (json.dumps(asdict(journal)) + "\n").encode())
 
 
-def load_journal(directory: Path) -> Journal | None:
+def load_journal(directory: Path) -> PreparationJournal | None:
     """The journal of an interrupted run, or None. `DataError` if it is damaged."""
     path = directory / JOURNAL_FILE
     if not path.exists():
@@ -61,7 +61,7 @@ def load_journal(directory: Path) -> Journal | None:
     plan, cursor = content.get("plan"), content.get("cursor")
     if not isinstance(plan, dict) or not isinstance(cursor, dict):
         raise DataError(f"{path}: malformed", fix=START_AGAIN)
-    return Journal(
+    return PreparationJournal(
         plan=plan,
         shards=shard_entries(path, content.get("shards")),
         cursor=Cursor(
@@ -112,7 +112,7 @@ def exclusive(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def open_journal(directory: Path, plan: Plan) -> Journal:
+def open_journal(directory: Path, plan: Plan) -> PreparationJournal:
     """The journal to continue from, or a new one in a directory that holds nothing of value."""
     journal = load_journal(directory)
     if journal is not None and journal.shards:
@@ -122,7 +122,7 @@ def open_journal(directory: Path, plan: Plan) -> Journal:
         raise UsageError(f"{directory} is not empty and holds no token shards", fix="choose another --out")
     if journal is None or journal.plan != plan:
         _remove(directory, _OF_AN_ATTEMPT)  # it finished no shard and had other options: nothing to keep
-        journal = Journal(plan)
+        journal = PreparationJournal(plan)
         save_journal(directory, journal)
     return journal
 

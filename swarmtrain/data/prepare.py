@@ -19,8 +19,8 @@ from swarmtrain.data.documents import Cursor, Piece, decode_piece, read_pieces
 from swarmtrain.data.files import atomic_write, writing
 from swarmtrain.data.index import DTYPES, INDEX_FILE, TOKENIZER_FILE, ShardIndex, dtype_for
 from swarmtrain.data.journal import (
-    Journal,
     Plan,
+    PreparationJournal,
     clean_up,
     exclusive,
     open_journal,
@@ -154,7 +154,7 @@ class _Preparation:
         self,
         options: PrepareOptions,
         plan: Plan,
-        journal: Journal,
+        journal: PreparationJournal,
         tokenizer: ByteTokenizer | JsonTokenizer,
         report: _Reporter,
     ) -> None:

@@ -24,7 +24,6 @@ from swarmtrain.directory.records import (
     Signer,
     StoreLimits,
     TopicRule,
-    Value,
     make_record,
 )
 from swarmtrain.directory.swarm_time import SwarmClock, agreed_shift
@@ -135,9 +134,9 @@ class Directory:
         return self
 
     async def announce(
-        self, topic: str, value: Value, ttl_s: float, *, signer: Signer | None = None, confirm: bool = False
+        self, topic: str, value: bytes, ttl_s: float, *, signer: Signer | None = None, confirm: bool = False
     ) -> Announcement:
-        """Put `value` (bytes, or a dict of what msgpack knows; at most 2 KiB packed) under `topic` for `ttl_s` <= 60 s.
+        """Put `value` (at most 2 KiB; `wire/records.py` makes one of a message) under `topic` for `ttl_s` <= 60 s.
 
         Announce again well before it ends. `signer` countersigns, for topics whose rule asks for it. With `confirm`,
         the record is read back from other nodes, a few attempts long; NotConfirmedError if none shows it. Without,

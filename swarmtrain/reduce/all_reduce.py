@@ -130,13 +130,13 @@ class AllReduce:
         """Other owners that still owe this peer a sum."""
         return [self.peers[i] for i, left in sorted(self._num_left.items()) if left]
 
-    async def take(self, part: ReduceShare, sender: str) -> ReducedPiece:
+    async def receive_share(self, share: ReduceShare, sender: str) -> ReducedPiece:
         """The owner's side of both phases: add the share of `sender`, answer when the sum is complete."""
-        owned = self._owned.get(part.piece)
+        owned = self._owned.get(share.piece)
         if owned is None or sender not in self.peers:
-            raise Refusal(Code.UNKNOWN, f"piece {part.piece} of attempt {part.attempt} is not this peer's")
-        if len(part.values):
-            self._add_share(owned, self.peers.index(sender), part.values)
+            raise Refusal(Code.UNKNOWN, f"piece {share.piece} of attempt {share.attempt} is not this peer's")
+        if len(share.values):
+            self._add_share(owned, self.peers.index(sender), share.values)
         try:
             return ReducedPiece(await asyncio.shield(owned.result))
         except asyncio.CancelledError:

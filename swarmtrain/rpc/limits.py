@@ -36,7 +36,7 @@ class Cancellable(Protocol):
         """Do not call."""
 
 
-class Ticket:
+class SendTicket:
     """A place in the queue of a bucket."""
 
     __slots__ = ("cancelled", "granted", "num_bytes", "priority")
@@ -75,7 +75,7 @@ class TokenBucket:
         self._schedule = schedule
         self._tokens = 0.0 if rate_bytes_per_s is None else rate_bytes_per_s * BURST_S
         self._refilled_at = clock()
-        self._queue: list[tuple[Priority, int, Ticket]] = []
+        self._queue: list[tuple[Priority, int, SendTicket]] = []
         self._num_tickets = 0
         self._num_served = 0
         self._timer: Cancellable | None = None
@@ -86,7 +86,7 @@ class TokenBucket:
             return wanted
         return min(wanted, max(_MIN_GRANT_BYTES, int(self.rate_bytes_per_s * _GRANT_S)))
 
-    def acquire(self, num_bytes: int, priority: Priority, granted: Callable[[], None]) -> Ticket | None:
+    def acquire(self, num_bytes: int, priority: Priority, granted: Callable[[], None]) -> SendTicket | None:
         """Take `num_bytes` now and return None, or queue: `granted` is called once they have been taken."""
         if self.rate_bytes_per_s is None:
             return None
@@ -94,16 +94,16 @@ class TokenBucket:
         if not self._queue and self._available() > 0:
             self._tokens -= num_bytes
             return None
-        ticket = Ticket(num_bytes, priority, granted)
+        ticket = SendTicket(num_bytes, priority, granted)
         heapq.heappush(self._queue, (priority, self._num_tickets, ticket))
         self._num_tickets += 1
         self._set_timer()
         return ticket
 
-    def raise_priority(self, ticket: Ticket, priority: Priority) -> Ticket:
+    def raise_priority(self, ticket: SendTicket, priority: Priority) -> SendTicket:
         """Move a queued ticket up: something more urgent waits behind it. Returns its new ticket."""
         ticket.cancel()
-        moved = Ticket(ticket.num_bytes, priority, ticket.granted)
+        moved = SendTicket(ticket.num_bytes, priority, ticket.granted)
         heapq.heappush(self._queue, (priority, self._num_tickets, moved))
         self._num_tickets += 1
         return moved
@@ -151,7 +151,7 @@ class TokenBucket:
             self._drop_cancelled()
         self._set_timer()
 
-    def _next_ticket(self) -> Ticket:
+    def _next_ticket(self) -> SendTicket:
         """The most urgent one; in its turn, the least urgent one that waits for longest."""
         self._num_served += 1
         if self._num_served % LOW_SHARE:

@@ -128,7 +128,7 @@ class KindTraffic:
 
 
 @dataclass(slots=True)
-class Direction:
+class DirectionTraffic:
     """All traffic in one direction. `total_bytes` equals the bytes that crossed the stream."""
 
     by_kind: dict[str, KindTraffic] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Direction:
         """Every byte that was counted."""
         return self.control_bytes + sum(kind.body_bytes + kind.frame_bytes for kind in self.by_kind.values())
 
-    def add(self, other: Direction) -> None:
+    def add(self, other: DirectionTraffic) -> None:
         """Sum into this one."""
         self.control_bytes += other.control_bytes
         for name, traffic in other.by_kind.items():
@@ -157,8 +157,8 @@ class Direction:
 class Traffic:
     """Counters of one link, or of a whole node."""
 
-    sent: Direction = field(default_factory=Direction)
-    received: Direction = field(default_factory=Direction)
+    sent: DirectionTraffic = field(default_factory=DirectionTraffic)
+    received: DirectionTraffic = field(default_factory=DirectionTraffic)
     violations: Counter[str] = field(default_factory=Counter)  # by Violation
     refusals_sent: Counter[str] = field(default_factory=Counter)  # by code of the link layer
     num_malformed: int = 0  # messages that arrived whole and broke their schema

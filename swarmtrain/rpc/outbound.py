@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from swarmtrain import world
-from swarmtrain.rpc.limits import Ticket, TokenBucket
-from swarmtrain.rpc.meter import Direction
+from swarmtrain.rpc.limits import SendTicket, TokenBucket
+from swarmtrain.rpc.meter import DirectionTraffic
 from swarmtrain.wire.checksum import crc32
 from swarmtrain.wire.frames import (
     CALL_WINDOW_BYTES,
@@ -110,7 +110,7 @@ class OutboundQueue:
     def __init__(
         self,
         write: Callable[[bytes | memoryview], None],
-        counters: Direction,
+        counters: DirectionTraffic,
         bucket: TokenBucket,
         *,
         chunk_bytes: int,
@@ -126,7 +126,7 @@ class OutboundQueue:
         self._control: deque[bytes] = deque()
         self._queued_bytes = dict.fromkeys(Priority, 0)
         self._waiters: dict[Priority, deque[asyncio.Future[None]]] = {priority: deque() for priority in Priority}
-        self._ticket: Ticket | None = None
+        self._ticket: SendTicket | None = None
         self._allowance = 0
         self._paused = False
         self._paused_at = 0.0

@@ -9,7 +9,7 @@ from swarmtrain.sim.scenario import Scenario
 from swarmtrain.wire.peer_report import PeerReport
 
 
-class Directory:
+class SimDirectory:
     """Snapshots of all stages as of the last refresh. All peers read the same (stale) one."""
 
     def __init__(self, scenario: Scenario, peers: list[SimPeer]) -> None:

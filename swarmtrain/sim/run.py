@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmtrain.sim.bound import Machine, StageKind, throughput_bound
-from swarmtrain.sim.directory import Directory, link_rate, stage_bytes
+from swarmtrain.sim.directory import SimDirectory, link_rate, stage_bytes
 from swarmtrain.sim.engine import Engine
 from swarmtrain.sim.leases import Leases
 from swarmtrain.sim.membership import Membership
@@ -82,7 +82,7 @@ class Simulation:
             self.engine,
             self.meters,
             peers,
-            Directory(scenario, peers),
+            SimDirectory(scenario, peers),
             random.Random(f"compute {scenario.seed}"),
         )
         self.peers = peers

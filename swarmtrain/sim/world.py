@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from swarmtrain.sim.directory import Directory
+from swarmtrain.sim.directory import SimDirectory
 from swarmtrain.sim.engine import Engine
 from swarmtrain.sim.meters import Meters
 from swarmtrain.sim.peer import SimPeer
@@ -20,7 +20,7 @@ class World:
     engine: Engine
     meters: Meters
     peers: list[SimPeer]
-    directory: Directory
+    directory: SimDirectory
     rng: random.Random  # of the machines: compute times
     by_id: dict[str, SimPeer] = field(init=False)
 

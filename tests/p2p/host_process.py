@@ -63,13 +63,13 @@ class Daemon:
         self.host.learn(addresses)
         return {}
 
-    async def announce(self, *, topic: str, value: dict[str, Any], **options: Any) -> dict[str, Any]:
+    async def announce(self, *, topic: str, value: str, **options: Any) -> dict[str, Any]:
         assert self.directory is not None
-        return {"num_copies": (await self.directory.announce(topic, value, 30.0, **options)).num_copies}
+        return {"num_copies": (await self.directory.announce(topic, value.encode(), 30.0, **options)).num_copies}
 
     async def lookup(self, *, topic: str) -> dict[str, Any]:
         assert self.directory is not None
-        return {"records": {peer_id: r.value for peer_id, r in (await self.directory.lookup(topic)).items()}}
+        return {"records": {peer_id: r.value.decode() for peer_id, r in (await self.directory.lookup(topic)).items()}}
 
     async def status(self) -> dict[str, Any]:
         assert self.directory is not None

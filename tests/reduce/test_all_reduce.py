@@ -34,7 +34,7 @@ class FakeNode:
             raise PeerUnreachable(f"{peer_id} is dead")
         await asyncio.sleep(0)
         try:
-            return await self._group[peer_id].take(part, self.peer_id)
+            return await self._group[peer_id].receive_share(part, self.peer_id)
         except Refusal as refusal:
             raise CallRefused.of(refusal.payload) from refusal
 
@@ -151,7 +151,7 @@ def test_a_share_of_the_wrong_size_or_with_nan_is_refused_and_does_not_count(val
         group = Group(2, {0, 1})
         part = ReduceShare("run", 1, 0, 3, 1, piece_of(group, "peer0"), values)
         with pytest.raises(Refusal):
-            await group.members["peer0"].take(part, "peer1")
+            await group.members["peer0"].receive_share(part, "peer1")
         results = await asyncio.gather(group.run("peer0"), group.run("peer1"))
         assert torch.equal(results[0], (group.shares[0] + group.shares[1]).to(torch.float32))
 
@@ -172,7 +172,7 @@ def test_a_stranger_a_foreign_piece_and_a_peer_without_work_are_refused() -> Non
             (ReduceShare("run", 1, 0, 3, 1, mine, values), "peer2"),
         ):
             with pytest.raises(Refusal):
-                await group.members["peer0"].take(part, sender)
+                await group.members["peer0"].receive_share(part, sender)
 
     bounded(main())
 
@@ -197,7 +197,9 @@ def test_a_second_share_of_the_same_peer_changes_nothing() -> None:
         mine = piece_of(group, "peer0")
         piece = group.members["peer0"].pieces[mine]
         values = group.shares[1][piece.start : piece.stop].numpy().tobytes()
-        first = asyncio.create_task(group.members["peer0"].take(ReduceShare("run", 1, 0, 3, 1, mine, values), "peer1"))
+        first = asyncio.create_task(
+            group.members["peer0"].receive_share(ReduceShare("run", 1, 0, 3, 1, mine, values), "peer1")
+        )
         await asyncio.sleep(0)
         results = await asyncio.gather(group.run("peer0"), group.run("peer1"))
         await first

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmtrain.errors import UsageError
-from swarmtrain.rpc.limits import BURST_S, LOW_SHARE, RateLimiter, Ticket, TokenBucket
-from swarmtrain.rpc.meter import Direction
+from swarmtrain.rpc.limits import BURST_S, LOW_SHARE, RateLimiter, SendTicket, TokenBucket
+from swarmtrain.rpc.meter import DirectionTraffic
 from swarmtrain.rpc.outbound import OutboundQueue
 from swarmtrain.wire.limits import Priority
 
@@ -61,7 +61,7 @@ class GreedySender:
         self._bucket, self._priority, self._time = bucket, priority, time
         self._left = limit_bytes
         self.sent: list[tuple[float, int]] = []
-        self.ticket: Ticket | None = None
+        self.ticket: SendTicket | None = None
         self.go_on()
 
     def go_on(self) -> None:
@@ -171,7 +171,7 @@ def test_charged_bytes_delay_the_others_so_that_the_sum_is_exact() -> None:
 def test_control_frames_of_a_queue_are_charged_and_do_not_wait() -> None:
     bucket, _ = bucket_at(1000.0)
     written: list[bytes | memoryview] = []
-    queue = OutboundQueue(written.append, Direction(), bucket, chunk_bytes=1000, limit_bytes=1000)
+    queue = OutboundQueue(written.append, DirectionTraffic(), bucket, chunk_bytes=1000, limit_bytes=1000)
     for _ in range(5):
         queue.send_control(bytes(100))
     assert len(written) == 5

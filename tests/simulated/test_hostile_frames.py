@@ -248,7 +248,7 @@ def test_records_that_say_nothing_are_as_good_as_absent(simulated: Make, referen
     packed = pack_record(good)
     served = msgpack.packb(good.served_s)
     assert served in packed
-    lies: list[Any] = [b"no record", {}, pack_record(replace(good, stage=1)), packed[:-1]]
+    lies: list[Any] = [b"no record", b"", pack_record(replace(good, stage=1)), packed[:-1]]
     lies += [packed.replace(served, msgpack.packb(value)) for value in (-1.0, float("nan"), float("inf"))]
     read: list[Any] = []
     lookup = neighbours._directory.lookup
