@@ -276,7 +276,7 @@ class Directory:
         await self._find_neighbours()
 
     async def _find_neighbours(self) -> None:
-        """Ping the peers that may be there, then look ourselves up, which makes us and our neighbours known to each other."""
+        """Ping the peers that may be there, then look this node up, so that it and its neighbours know each other."""
         ways = dict.fromkeys(self._bootstrap) | dict.fromkeys(list(self._node.seen)[-16:])
         await asyncio.gather(*(self._node.ping(peer_id) for peer_id in ways))
         self._node.trust_again()  # who did not answer now may do so once those who did have told us their addresses

@@ -65,7 +65,7 @@ class RoutingTable:
 
     def far_places(self) -> list[int]:
         """One place in each part of the DHT that begins at another power of two of distance, farthest first, down to
-        the nearest known node. A node that has searched for all of them knows a node in every part that is not empty."""
+        the nearest known node. A node that has searched for all of them knows one in every part that is not empty."""
         if not len(self):
             return []
         nearest = min(index for index, bucket in self._buckets.items() if bucket)

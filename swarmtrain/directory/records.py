@@ -4,8 +4,8 @@ A record in the DHT is one byte string that carries everything needed to check i
 the owner's signature over all of these. The owner's peer id contains its public key, so no peer can speak for another,
 move a record to another run or topic, or prolong it. A record may be countersigned by the run's key.
 
-A node keeps records of others within hard limits. A key that any peer can grow without bound makes its keepers unable to
-answer for it, and readers then blame the keepers. So there is a cap for each key, for each owner and for the whole
+A node keeps records of others within hard limits. A key that any peer can grow without bound makes its keepers unable
+to answer for it, and readers then blame the keepers. So there is a cap for each key, for each owner and for the whole
 store. Within a full key, owners that are already there may renew; newcomers are refused.
 """
 
