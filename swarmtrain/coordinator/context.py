@@ -42,8 +42,10 @@ class Wait:
     def for_peers(cls, stages: Sequence[int]) -> Wait:
         """For peers of these stages, in their order. Bounded, however many there are."""
         named, num_more = tuple(stages[:MAX_EMPTY_STAGES]), len(stages) - MAX_EMPTY_STAGES
-        more = f" and {num_more} more" if num_more > 0 else ""
-        return cls(f"stage {', '.join(map(str, named))}{more} has no peers", named)
+        *others, last = [*map(str, named), *([f"{num_more} more"] if num_more > 0 else [])]
+        if not others:
+            return cls(f"stage {last} has no peers", named)
+        return cls(f"stages {', '.join(others)} and {last} have no peers", named)
 
 
 @dataclass

@@ -281,7 +281,7 @@ def _value_to_bytes(name: str, value: str) -> bytes:
         if name == "ip4":
             return ipaddress.IPv4Address(value).packed
         if name == "ip6":
-            return ipaddress.IPv6Address(value).packed
+            return _unscoped(ipaddress.IPv6Address(value)).packed
     except ValueError as error:
         raise AddressError(f"{value!r} is not an {name} address: {error}") from None
     if name == "tcp":
@@ -293,6 +293,13 @@ def _value_to_bytes(name: str, value: str) -> bytes:
             raise AddressError(f"{value!r} is not a host name")
         return value.encode("ascii")
     return b""
+
+
+def _unscoped(address: ipaddress.IPv6Address) -> ipaddress.IPv6Address:
+    """The address; ValueError if it has a scope: the bytes have no place for an interface of one machine."""
+    if address.scope_id is not None:
+        raise ValueError("a scope (%...) is not supported")
+    return address
 
 
 def _port_to_bytes(value: str) -> bytes:

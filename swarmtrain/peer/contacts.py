@@ -23,8 +23,9 @@ from swarmtrain.rpc.errors import CallRefused, Refusal
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
+from swarmtrain.wire.errors import WrongVersion
 from swarmtrain.wire.messages import Code, FetchRun, RunOffer, SeekStage, StageFound
-from swarmtrain.wire.records import parse_record
+from swarmtrain.wire.records import parse_record, version_fault
 from swarmtrain.wire.schema import Message
 
 log = logging.getLogger(__name__)
@@ -61,15 +62,19 @@ class CoordinatorLink:
         self.heartbeat_now = asyncio.Event()  # a heartbeat should not wait for its turn
         self._doubting = asyncio.Lock()
         self._doubted_at = -DOUBT_S
+        self._version_fault: WrongVersion | None = None  # of the last look
 
     async def find(self, *, timeout_s: float) -> str:
-        """The coordinator's peer id; waits for its record. RunUnreachable if there is none in time."""
+        """The coordinator's peer id; waits for its record.
+
+        RunUnreachable if there is none in time, WrongVersion if there are only some of another protocol version.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while not await self.look():
                     await self._directory_may_change()
         except TimeoutError:
-            raise RunUnreachable(
+            raise self._version_fault or RunUnreachable(
                 f"no coordinator of run {self._invite.run_id} within {timeout_s:.0f} s",
                 fix="is the coordinator running, and is this its newest invite?",
             ) from None
@@ -114,6 +119,8 @@ class CoordinatorLink:
             return False
         found = {peer_id: parse_record(CoordinatorRecord, record.value) for peer_id, record in records.items()}
         claims = {record.claim(peer_id): record for peer_id, record in found.items() if record is not None}
+        faults = [version_fault(CoordinatorRecord, record.value) for record in records.values()]
+        self._version_fault = None if claims else next(filter(None, faults), None)
         if claims and (best := max(claims)).term >= self.term:
             self._follow(best, claims[best])
         return bool(claims)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from swarmtrain.wire.errors import WireError
+from swarmtrain.wire.errors import WireError, WrongVersion
 from swarmtrain.wire.schema import Message, Registry, encode
 
 R = TypeVar("R", bound=Message)
@@ -29,3 +29,16 @@ def parse_record(cls: type[R], value: object) -> R | None:
     except WireError:
         return None
     return item if isinstance(item, cls) else None
+
+
+def version_fault(cls: type[Message], value: object) -> WrongVersion | None:
+    """Why a record cannot be read, if it is because its publisher speaks another version of the protocol."""
+    if not isinstance(value, bytes) or len(value) > MAX_RECORD_BYTES:
+        return None
+    try:
+        Registry(cls).decode(value)
+    except WrongVersion as error:
+        return error
+    except WireError:
+        return None
+    return None

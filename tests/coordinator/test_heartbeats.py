@@ -88,9 +88,21 @@ def test_a_verdict_says_in_fields_what_keeps_work_from_a_serving_peer(is_banned:
         assert verdict.is_banned is is_banned
         assert verdict.empty_stages == (() if is_banned else tuple(range(2, 18)))
         assert len(verdict.reason) < 120
-        assert verdict.reason.endswith("17 and 982 more has no peers") is not is_banned
+        assert verdict.reason.endswith("17 and 982 more have no peers") is not is_banned
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("stages", "reason"),
+    [
+        ([3], "stage 3 has no peers"),
+        ([0, 1], "stages 0 and 1 have no peers"),
+        ([0, 2, 5], "stages 0, 2 and 5 have no peers"),
+    ],
+)
+def test_a_wait_for_peers_names_the_stages(stages: list[int], reason: str) -> None:
+    assert Wait.for_peers(stages) == Wait(reason, tuple(stages))
 
 
 @pytest.mark.parametrize("num_replicas", [1, 64, 65, 200, 5000])

@@ -42,9 +42,9 @@ def test_what_the_coordinator_says_explains_idleness() -> None:
     banned = replace(SERVING, is_banned=True, coordinator_says="calls to it failed")
     found = explain(banned)
     assert (found.cause, found.reason) == (Cause.BANNED, "calls to it failed")
-    far = replace(SERVING, empty_stages=(3, 5), coordinator_says="stage 3, 5 has no peers")
+    far = replace(SERVING, empty_stages=(3, 5), coordinator_says="stages 3 and 5 have no peers")
     found = explain(far)
-    assert (found.cause, found.reason) == (Cause.NO_LEASE, "no work has come: stage 3, 5 has no peers")
+    assert (found.cause, found.reason) == (Cause.NO_LEASE, "no work has come: stages 3 and 5 have no peers")
     near = replace(SERVING, empty_stages=(2,), coordinator_says="x")  # its directory still lists peers that have died
     assert explain(near).cause is Cause.NEXT_STAGE_EMPTY
 

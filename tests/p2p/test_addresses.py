@@ -98,6 +98,8 @@ def test_the_bytes_are_those_of_libp2p() -> None:
         "/ip4/1.2.3.4/udp/1/quic-v1",
         "/ip4/1.2.3.4//tcp/1",
         "/ip4/01.2.3.4/tcp/1",
+        "/ip6/::1%eth0/tcp/1",
+        "/ip6/fe80::1%1/tcp/1",
         "/dns4/-bad-/tcp/1",
         "/dns4/" + "a" * 254 + "/tcp/1",
         "/ip4/1.2.3.4/tcp/1/p2p/0OIl",

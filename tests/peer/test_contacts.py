@@ -6,18 +6,22 @@ import asyncio
 import time
 from typing import Any, cast
 
+import msgpack
 import pytest
 from directory.memory_hosts import MemoryNetwork
 
 from swarmtrain.chain.claim import CoordinatorRecord
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.directory.directory import Directory, DirectoryOptions
+from swarmtrain.errors import ExitCode
 from swarmtrain.p2p.identity import RunKey
 from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, directory_rules
 from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.run.invite import Invite
+from swarmtrain.wire.errors import WrongVersion
 from swarmtrain.wire.messages import Code, StageFound
 from swarmtrain.wire.records import pack_record
+from swarmtrain.wire.schema import PROTOCOL_VERSION
 
 
 def test_a_record_says_who_coordinates_under_which_term_and_that_the_run_is_over() -> None:
@@ -45,6 +49,30 @@ def test_a_record_says_who_coordinates_under_which_term_and_that_the_run_is_over
         network.cut_off.add(first.peer_id)  # the coordinator is gone; what it said is still there
         assert await link.look()
         assert (link.term, link.is_over) == (4, True)
+
+    asyncio.run(main())
+
+
+def test_a_coordinator_of_another_protocol_version_is_named_as_such_and_one_of_this_version_is_followed() -> None:
+    async def main() -> None:
+        network, key = MemoryNetwork(), RunKey.generate()
+        first = network.host()
+        invite = Invite("run", key.public_bytes, first.addresses())
+        options = DirectoryOptions(rules=directory_rules(invite))
+        older, newer = [await Directory.start(cast(Any, host), "run", options) for host in (first, network.host(first))]
+        own = network.host(first)
+        directory = await Directory.start(cast(Any, own), "run", options)
+        link = CoordinatorLink(invite, cast(Any, own), cast(Any, None), directory)
+        header = msgpack.unpackb(pack_record(CoordinatorRecord(3))[4:])
+        header[1] = PROTOCOL_VERSION + 1
+        packed: bytes = msgpack.packb(header)
+        other = len(packed).to_bytes(4, "little") + packed
+        await older.announce(COORDINATOR_TOPIC, other, 30.0, signer=key.sign)
+        with pytest.raises(WrongVersion, match=f"version {PROTOCOL_VERSION + 1}") as caught:
+            await link.find(timeout_s=1.0)
+        assert (caught.value.exit_code, bool(caught.value.fix)) == (ExitCode.TOO_OLD, True)
+        await newer.announce(COORDINATOR_TOPIC, pack_record(CoordinatorRecord(4)), 30.0, signer=key.sign)
+        assert await link.find(timeout_s=20.0) == newer._host.peer_id
 
     asyncio.run(main())
 
