@@ -1,4 +1,4 @@
-"""What a peer that shows a heartbeat is told: serve, fetch a state first, wait, leave. Pure."""
+"""The verdict on a heartbeat: serve, fetch a state first, wait, leave. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarmtrain.wire.messages import Directive
 from swarmtrain.wire.peer_report import STALLED
 
 MAX_SERVING = 3840  # of one stage: a roster holds 4,096, and newcomers that listen are in it too
-MAX_DONORS = 16  # named to one newcomer: more would not make its line faster, and a directive must stay small
+MAX_DONORS = 16  # named to one newcomer: more would not make its download faster, and a verdict must stay small
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class StageBook:
     """What is known of one stage's states."""
 
     digest: str = ""  # of the state at the run's current step; empty at step 0, where it follows from the seed
-    since: int = 0  # the term of the decision that led to it: a state of an earlier term is one that was taken back
-    voters: frozenset[tuple[str, str]] = frozenset()  # while the digest is not known after a restart: who must know it
-    votes: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and what the journal has of them
+    since: int = 0  # the term of the decision that led to it: a state of an earlier term was rolled back
+    voters: frozenset[tuple[str, str]] = frozenset()  # after a restart without the digest: the peers that must know it
+    votes: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and the digests of theirs in the journal
     snapshot: StateOffer | None = None  # kept by serving peers for newcomers
     checkpoint: StateOffer | None = None  # kept by the coordinator itself
 
 
 def some_donors(donors: tuple[str, ...], rng: random.Random) -> tuple[str, ...]:
-    """Whom to name in one directive. Others in the next one: the load is spread, and the dead are not all there is."""
+    """The donors to name in one verdict. The next one names others: that spreads the load, and some may be dead."""
     return donors if len(donors) <= MAX_DONORS else tuple(rng.sample(donors, MAX_DONORS))
 
 
@@ -58,8 +58,8 @@ def servers(members: Members, stage: int, step: int) -> list[Member]:
 class Standing:
     """Where the run stands.
 
-    The last decision is being carried out while its step is `step`; a peer that is still before it will be told of it
-    again. Until then the state of `step` alone is of no use: only who holds the reduced sum as well gets further.
+    While the last decision's step is `step`, it is being applied, and a peer that has not applied it is told again.
+    Until all stages have, the state of `step` alone is of no use: a peer needs the reduced sum as well to apply.
     """
 
     step: int  # applied steps
@@ -102,8 +102,11 @@ def judge(member: Member, members: Members, run: Standing, book: StageBook) -> A
 
 
 def has_state(member: Member, step: int, book: StageBook) -> bool:
-    """Whether the peer's state is the run's. While a restarted coordinator does not know the digest, it may be: what
-    most of its stage's peers have will count. Not one of a history that was taken back."""
+    """Whether the peer's state is the run's.
+
+    While a restarted coordinator does not know the digest, any state of this step may be: the stage's peers will elect
+    one. A state of a history that was rolled back never is.
+    """
     if member.step != step or step == 0:
         return member.step == step
     return member.report.state_digest == book.digest if book.digest else member.report.state_term >= book.since
@@ -118,7 +121,7 @@ def _judge_newcomer(member: Member, members: Members, run: Standing, book: Stage
         is_other = (
             snapshot is not None and member.step == snapshot.step and member.report.state_digest != snapshot.digest
         )
-        if member.step >= member.listening_from and not is_other:  # another one is of a history that was taken back
+        if member.step >= member.listening_from and not is_other:  # another state is of a history that was rolled back
             return Answer(Directive.WAIT, "catching up")  # also when another newcomer was sent to a newer state
         if snapshot is not None and member.listening_from <= snapshot.step:
             return Answer(Directive.SYNC, "", snapshot)

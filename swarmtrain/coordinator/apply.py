@@ -1,7 +1,7 @@
-"""Apply: a decision in the journal is carried out at all peers that are there, and at those that come later.
+"""Apply: all peers carry out the decision in the journal, those that come later included.
 
-The decision is in the journal before anybody hears of it. A coordinator that dies in between finds it there when it
-starts again, and tells the peers as they show up: they still hold the reduced sum that it names.
+The decision is in the journal before any peer hears of it. A coordinator that crashes in between finds it there when it
+restarts, and tells each peer at its next heartbeat: the peers still hold the reduced sum that it names.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from swarmtrain.wire.messages import Acknowledged, Applied, Apply, Code, Prepare
 log = logging.getLogger(__name__)
 
 APPLY_S = 120.0
-APPLY_GRACE_S = 3.0  # how long slower replicas are waited for once every stage has one that applied
+APPLY_GRACE_S = 3.0  # how long all replicas are waited for; after that, one of each stage is enough
 RESYNC_S = 5.0
-SNAPSHOT_PATIENCE_S = 60.0  # how long newcomers wait for one who is fetching an older snapshot
+SNAPSHOT_PATIENCE_S = 60.0  # how long newcomers wait for one that is fetching an older snapshot
 NUM_KEEPERS = 2  # peers of a stage that keep a copy of the state for a checkpoint
 MAX_BASIS_DONORS = 8
-_RESTING = ("draining", "paused")
-_HOLDS_STATE = ("serving", *_RESTING)
+_TAKES_NO_WORK = ("draining", "paused")
+_HOLDS_STATE = ("serving", *_TAKES_NO_WORK)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to, and which peers of each stage keep a copy of the state after it."""
+    """The outcome of a step, and which peers of each stage keep a copy of the state after it."""
 
     decision: Decision
     state_digests: tuple[str, ...]
@@ -47,15 +47,15 @@ class Applies:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._under_way: set[tuple[str, str]] = set()
-        self._passed_by: set[tuple[str, str]] = set()  # paused or draining, without the last decision's sum
+        self._without_sum: set[tuple[str, str]] = set()  # paused or draining, without the last decision's sum
         self._answers: list[dict[str, Applied]] = [{} for _ in context.stages]
         self._snapshot_at = [float("-inf")] * len(context.stages)
 
     def tell(self, member: Member) -> None:
-        """A peer has shown up. If it is just before the last decision, tell it (again); if just after, take note.
+        """A peer has sent a heartbeat. If it has not applied the last decision, tell it (again); if it has, note that.
 
-        An answer may have been lost with its link: then a heartbeat is the only word that the peer has applied. Only
-        of who held the sum: others may have the step's number from a history that was rolled back, and another state.
+        Its answer may have been lost with its link: then the heartbeat alone says that it has applied. This counts only
+        if the peer held the sum: another may be at the same step of a history that was rolled back, in another state.
         """
         decided = self._context.decided
         if decided is None or member.state not in _HOLDS_STATE:
@@ -70,9 +70,9 @@ class Applies:
             self._note(member, Applied(member.step, member.report.state_digest))
 
     def _may_hold_sum(self, member: Member) -> bool:
-        """Not who has been left out or has said that it does not hold it; and who is being told is not told twice."""
+        """False for a peer that was left out or has said that it lacks the sum, and while a call to it is under way."""
         key = member.key
-        return member.excluded_at is None and key not in self._passed_by and key not in self._under_way
+        return member.excluded_at is None and key not in self._without_sum and key not in self._under_way
 
     def _note(self, member: Member, applied: Applied) -> None:
         context = self._context
@@ -84,10 +84,10 @@ class Applies:
         )
 
     async def carry_out(self, decision: Decision, prepared: list[PreparedStage], *, checkpoint: bool) -> StepResult:
-        """Tell all peers. Returns once every stage has applied and the others have had a moment."""
+        """Tell all peers. Returns once a peer of every stage has applied and the others have had APPLY_GRACE_S."""
         context = self._context
         self._answers = [{} for _ in prepared]
-        self._passed_by.clear()
+        self._without_sum.clear()
         snapshot_due = [self._snapshot_due(stage.stage) for stage in prepared]
         keepers: list[list[str]] = [[] for _ in prepared]
         tasks = []
@@ -148,7 +148,7 @@ class Applies:
             log.info("newcomer %s fell behind at step %d: %s", member.peer_id[-8:], decision.step, error)
             self._context.members.stop_listening(member.key, decision.step)
             return
-        # It may say by now that it serves, and be counted for the next all-reduce only if its step is known here.
+        # Its heartbeat may say by now that it serves; it joins the next all-reduce only if its step is known here.
         await self._applied(member, decision, applied)
 
     async def _apply_at(self, member: Member, decision: Decision, *, keep: bool) -> None:
@@ -166,18 +166,18 @@ class Applies:
         await self._applied(member, decision, applied)
 
     async def _refused(self, member: Member, decision: Decision, code: str) -> None:
-        """A peer that cannot follow is lost. Not one that rests, if the step was done without it: nothing is expected
-        of it until it resumes, and then it fetches what it has missed."""
+        """A peer that cannot apply is lost. A paused or draining peer that the step was done without is not: nothing is
+        expected of it until it resumes, and then it fetches what it has missed."""
         context = self._context
-        if code == Code.UNPREPARED and member.state in _RESTING and member.key not in context.prepared:
+        if code == Code.UNPREPARED and member.state in _TAKES_NO_WORK and member.key not in context.prepared:
             if context.decided is decision:
-                self._passed_by.add(member.key)
+                self._without_sum.add(member.key)
         elif code in (Code.UNPREPARED, Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
             must_sync = code == Code.UNPREPARED
             await context.lose(member, f"cannot apply step {decision.step}: {code}", must_sync=must_sync)
 
     async def _applied(self, member: Member, decision: Decision, applied: Applied) -> None:
-        """What a peer has answered; a newcomer may have heard the decision and not have the state before it yet."""
+        """Note a peer's answer. Not if it is a newcomer that has no state yet to apply the decision to."""
         if applied.step == decision.step + 1 and self._context.decided is decision:
             self._note(member, applied)
             await self._context.notify()
@@ -198,12 +198,12 @@ class Applies:
         return await context.node.call(member.peer_id, request, deadline_s=APPLY_S, expect=Applied)
 
     def _basis_donors(self) -> tuple[str, ...]:
-        """Peers of the last stage: they have computed where the subspace goes."""
+        """Peers of the last stage: they have computed the subspace's new basis."""
         last = self._context.members.of_stage(len(self._context.stages) - 1, *_HOLDS_STATE)
         return tuple(member.peer_id for member in last)[:MAX_BASIS_DONORS]
 
     async def _majority(self, stage: int, step: int, answers: dict[str, Applied]) -> str:
-        """The digest that most replicas have. The others are lost until they have fetched the state again."""
+        """The digest that most replicas have. The others count as lost until they have fetched it."""
         digests = [answer.state_digest for answer in answers.values()]
         majority = max(sorted(set(digests)), key=digests.count)
         others = [peer_id for peer_id, answer in answers.items() if answer.state_digest != majority]
@@ -211,7 +211,7 @@ class Applies:
         return majority
 
     async def turn_away(self, stage: int, step: int, digest: str) -> None:
-        """Peers of a stage that have another state at `step` than the one that counts must fetch it."""
+        """Make the peers of a stage fetch the state with `digest` if theirs at `step` is another one."""
         there = self._context.members.of_stage(stage, *_HOLDS_STATE)
         others = [member.peer_id for member in there if member.step == step and member.report.state_digest != digest]
         await asyncio.gather(*(self._diverged(peer_id, stage, step) for peer_id in others))
@@ -219,7 +219,7 @@ class Applies:
     async def _diverged(self, peer_id: str, stage: int, step: int) -> None:
         """Nothing of the next step may go through this peer: what it computes would be in other stages' gradients.
 
-        Who does not answer is told at its next heartbeat.
+        A peer that does not answer is told at its next heartbeat.
         """
         context, reason = self._context, "its state differs from the others'"
         context.events.emit(PeerDiverged(peer_id, stage, step))

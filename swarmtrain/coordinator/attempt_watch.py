@@ -1,9 +1,9 @@
 """Whether an attempt at an all-reduce still makes progress, and which member holds it up if not. Pure: times are given.
 
-How long an all-reduce may take is not fixed: lines are slow, gradients large. What counts is that it moves. Every
-member reports again and again how much it has received and which peers it waits for. A member without a report is given
-up (a straggler that may not even know it); when nothing has moved anywhere for a while, the peers are named that the
-others wait for.
+An all-reduce has no deadline, since links may be slow and gradients large; it has to make progress. Every member
+reports again and again how much it has received and which peers it waits for. A member without reports is given up: a
+straggler may not know that it is one. When no byte has moved at any member for a while, the attempt has stalled, and
+the members' last reports say which peers they wait for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from swarmtrain.wire.messages import Preparing, Unprepared
 
 SILENT_S = 30.0  # a member without a report for this long is given up; longer than it may wait for its step
-STALL_S = 30.0  # without a byte moved for this long the attempt has failed
+STALL_S = 30.0  # an attempt in which no byte moves for this long has failed
 MIN_MOVED_BYTES = 4096  # over all members: less than this in STALL_S is no progress
 COMPUTE_S = 120.0  # a member may report for this long in an attempt that its device is at work
 
@@ -28,7 +28,7 @@ class AttemptWatch:
         self._marked_bytes = 0
 
     def heard(self, peer_id: str, report: Preparing, now: float) -> None:
-        """A member has said how it goes."""
+        """A member has reported its progress."""
         if peer_id not in self._heard_at:
             return
         known = self._reports.get(peer_id)
@@ -39,22 +39,22 @@ class AttemptWatch:
             self._marked_bytes, self._moved_at = moved, now
 
     def answered(self, peer_id: str, now: float) -> None:
-        """A member has said its last word."""
+        """A member has given its final answer."""
         if self._heard_at.pop(peer_id, None) is not None:
             self._moved_at = now
 
     def excuse(self, seconds: float) -> None:
-        """No member could be heard for this long: it was this end that stood still or was cut off."""
+        """No member could be heard for this long, because this process stood still or its host was cut off."""
         self._heard_at = {peer_id: at + seconds for peer_id, at in self._heard_at.items()}
         self._started_at += seconds
         self._moved_at += seconds
 
     def silent(self, now: float) -> list[str]:
-        """Members that say nothing, although they are asked."""
+        """Members whose last report is older than SILENT_S."""
         return [peer_id for peer_id, at in self._heard_at.items() if now - at > SILENT_S]
 
     def has_stalled(self, now: float) -> bool:
-        """Whether nothing moves any more."""
+        """Whether the attempt makes no progress any more."""
         if now - self._moved_at <= STALL_S:
             return False
         return now - self._started_at > COMPUTE_S or not any(
@@ -62,9 +62,9 @@ class AttemptWatch:
         )
 
     def complaint(self, peer_id: str) -> Unprepared | None:
-        """Of a stalled attempt: which peers a member waits for. None: for no peer, so this member holds it up.
+        """In a stalled attempt: the peers that a member waits for; None if there are none, and it holds the attempt up.
 
-        An owner that waits for shares cannot answer: while shares are missing anywhere, no owner is complained of.
+        An owner that lacks shares cannot answer: while any member lacks shares, owners are not complained about.
         """
         report = self._reports.get(peer_id)
         if report is None or report.is_computing:

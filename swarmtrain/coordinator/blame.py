@@ -1,8 +1,8 @@
-"""Which peer is excluded when an all-reduce fails although all its members live. Pure.
+"""Which peer is excluded when an all-reduce fails although all its members are alive. Pure.
 
-Two peers that do not reach each other both reach the coordinator: without this, their stage would try for ever. In each
-failed attempt one peer at most gets a strike: the one that most complaints are about, made by it or against it. An
-honest "I do not have these microbatches" is no complaint.
+Two peers that cannot reach each other may both reach the coordinator: without blame, their stage would retry for ever.
+A failed attempt gives a strike to the peer with the most complaints, made by it or against it; or, if every member has
+a sum but the sums differ, to the minority. An honest "I do not have these microbatches" is not a complaint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Blame:
         self._strikes: Counter[tuple[str, str]] = Counter()
 
     def attempt(self, members: Sequence[Member], replies: Sequence[Reply]) -> list[Member]:
-        """An attempt failed with these replies; returns who is to be left out from now on."""
+        """Note an attempt that failed with these replies; returns the peers to leave out from now on."""
         if all(isinstance(reply, Prepared) for reply in replies):
             blamed = _minority(members, replies)
         else:
@@ -38,7 +38,7 @@ class Blame:
 
 
 def _minority(members: Sequence[Member], replies: Sequence[Reply]) -> list[Member]:
-    """All have a sum, but not the same one."""
+    """The peers whose sum differs from the most common one."""
     digests = [reply.digest if isinstance(reply, Prepared) else "" for reply in replies]
     majority = max(sorted(set(digests)), key=digests.count)
     return [member for member, digest in zip(members, digests, strict=True) if digest != majority]

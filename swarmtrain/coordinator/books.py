@@ -17,7 +17,7 @@ PeerKey = tuple[str, str]  # peer id, incarnation
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """How to get a lost microbatch back: `holder` of the stage before gives it once more; None: lease it again."""
+    """How to get a lost microbatch back: `holder`, one stage upstream, sends it again; None: lease it again."""
 
     microbatch: int
     lowest_missing_stage: int
@@ -34,7 +34,7 @@ class StepBooks:
         self._claims: list[list[list[PeerKey]]] = [[[] for _ in range(num_microbatches)] for _ in range(num_stages)]
 
     def record(self, microbatch: int, loss: float, route: Iterable[Hop]) -> None:
-        """An answer came. The first loss stands: all answers for one microbatch carry the same."""
+        """An answer has arrived. The first loss stands: all answers for one microbatch carry the same."""
         self.losses.setdefault(microbatch, loss)
         for hop in route:
             self.claim(microbatch, hop)
@@ -54,7 +54,7 @@ class StepBooks:
                 claimants.remove(member)
 
     def lose(self, stage: int, member: PeerKey) -> int:
-        """A peer is gone, and its ledger with it. Returns how many claims that voided."""
+        """A peer is gone, and its ledger with it. Returns the number of claims that this voids."""
         voided = 0
         for claimants in self._claims[stage]:
             if member in claimants:

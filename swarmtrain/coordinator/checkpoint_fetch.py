@@ -1,4 +1,4 @@
-"""Fetches the states of a checkpoint, one stage after the other, however slow that is; gives up when nothing comes."""
+"""Fetches the states of a checkpoint, one stage after the other, however slowly; gives up when nothing arrives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarmtrain.wire.messages import FetchState, StateChunk
 log = logging.getLogger(__name__)
 
 STALL_S = 90.0  # a fetch without a byte for this long is given up; a slow one is not
-WARM_S = 10.0  # how often those who keep a state that is not fetched yet are told that it is still wanted
+WARM_S = 10.0  # how often keepers of a state that is not fetched yet are told that it is still wanted
 
 
 class CheckpointFetch:
@@ -25,16 +25,16 @@ class CheckpointFetch:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._under_way: asyncio.Task[None] | None = None
-        self._stage = -1  # the last one whose state was fetched, or is
+        self._stage = -1  # whose state is being fetched, or was fetched last
 
     def give_up(self) -> None:
-        """Stop fetching; the checkpoint fails. What is fetched whole already is not stopped."""
+        """Stop the download under way; its checkpoint fails. A download that is complete is not affected."""
         if self._under_way is not None:
             self._under_way.cancel()
 
     @contextlib.contextmanager
     def wanted(self, step: int, keepers: Sequence[Sequence[str]]) -> Iterator[None]:
-        """Keepers of later stages are asked for something small meanwhile: a peer drops a copy without requests."""
+        """Meanwhile keepers of later stages are asked for one chunk: a peer drops a copy that is not asked for."""
         self._stage = -1
         warming = self._context.in_background(self._keep_warm(step, keepers))
         try:
@@ -43,7 +43,7 @@ class CheckpointFetch:
             warming.cancel()
 
     async def fetch(self, download: Download, keepers: Sequence[str]) -> None:
-        """All of a state; SyncFailed if nothing more comes for STALL_S, or it is given up."""
+        """Download a whole state; SyncFailed if nothing arrives for STALL_S, or when it is given up."""
         loop = asyncio.get_running_loop()
         self._stage = download.stage
         fetching = self._under_way = asyncio.create_task(download.run(keepers))

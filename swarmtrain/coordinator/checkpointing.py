@@ -33,8 +33,8 @@ NO_SPACE = re.compile(r"no space left|quota exceeded", re.IGNORECASE)
 
 
 def codecs_remember(manifest: Manifest) -> bool:
-    """Whether some codec of the run keeps something of former messages. A checkpoint holds none of it, so there may be
-    one only where codecs forget: where `checkpoint.every` puts it, and at the end."""
+    """Whether a codec of the run keeps state between messages. A checkpoint does not hold that state, so there may be
+    one only where codecs reset it: where `checkpoint.every` puts it, and at the end."""
     pair = codec_pair(manifest)
     specs = {Direction.FORWARD: pair.forward, Direction.BACKWARD: pair.backward}
     encoders = [make_encoder(spec, boundary=0, direction=way) for way, spec in specs.items()]
@@ -50,7 +50,7 @@ class Checkpoints:
             log.warning("%s is of steps that the journal does not have: it does not count", path)
         self.newest: Checkpoint | None = latest(directory)
         self._loaded = LoadedStages()
-        self.failure: Exception | None = None  # why the last attempt to write one came to nothing, if it did
+        self.failure: Exception | None = None  # why the last attempt to write a checkpoint failed, if it did
         self.fetching = CheckpointFetch(context)
         if self.newest is not None:
             self.newest.check_run(context.manifest)
@@ -58,11 +58,11 @@ class Checkpoints:
 
     @property
     def step(self) -> int:
-        """Of the newest checkpoint; 0 if there is none: the state at step 0 follows from the seed."""
+        """The newest checkpoint's; 0 if there is none: the state at step 0 follows from the seed."""
         return 0 if self.newest is None else self.newest.step
 
     def offer(self, stage: int) -> StateOffer | None:
-        """What this process can hand out of a stage."""
+        """The state of a stage that this process can hand out, if any."""
         if self.newest is None:
             return None
         return StateOffer(self.newest.step, self.newest.stages[stage].state_digest, (self._context.node.peer_id,))
@@ -105,7 +105,7 @@ class Checkpoints:
         return await world.in_thread(writer.commit)
 
     async def _prune(self) -> None:
-        """Old checkpoints are gigabytes: their removal is not waited for, and may fail."""
+        """Remove old checkpoints, in a thread: they are gigabytes. A failure is logged only."""
         try:
             await world.in_thread(partial(prune, self.directory, self._context.manifest.checkpoint.keep))
         except StorageError as error:
@@ -131,7 +131,7 @@ class Checkpoints:
 
 
 def explained(failure: Exception | None) -> str:
-    """Why a checkpoint failed, for people who do not know the coordinator's directories."""
+    """Why a checkpoint failed, without paths: volunteers do not know the coordinator's directories."""
     cause = failure.__cause__ if isinstance(failure, StorageError) else None
     if cause is None:
         return str(failure)

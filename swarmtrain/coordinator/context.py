@@ -33,7 +33,7 @@ MISSED_S = 30.0  # a peer that has been silent for longer is not expected any mo
 
 @dataclass(frozen=True)
 class Wait:
-    """Why nothing goes on. `reason` is for people."""
+    """Why training stands still. `reason` is for people."""
 
     reason: str
     empty_stages: tuple[int, ...] = ()  # the first stages that lack peers
@@ -60,7 +60,7 @@ class RunContext:
     journal: Journal
     sampler: Sampler
     events: Events
-    valid_from: int = 0  # the term in which the run went back for the last time, as far as the journal knows
+    valid_from: int = 0  # the term of the last roll-back, as far as the journal knows
     step: int = 0  # applied steps
     decided: Decision | None = None  # the last decision; being carried out while its step is `step`
     prepared: frozenset[tuple[str, str]] = frozenset()  # peers that hold the sums of the last decision
@@ -88,7 +88,7 @@ class RunContext:
         return Known(self.valid_from, max(self.step, decided))
 
     def in_background(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
-        """Do `work` whether or not anybody waits for it."""
+        """Start `work` as a task. It may be awaited; its errors are logged in any case."""
         task: asyncio.Task[object] = asyncio.create_task(work)
         self.background.add(task)
         task.add_done_callback(self._background_ended)
@@ -100,13 +100,13 @@ class RunContext:
             log.error("background work failed", exc_info=error)
 
     async def close(self) -> None:
-        """Stop what runs in the background."""
+        """Cancel all background tasks."""
         for task in self.background:
             task.cancel()
         await asyncio.gather(*self.background, return_exceptions=True)
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Return when `condition` holds; it is looked at whenever members or books change."""
+        """Return when `condition` holds; it is checked whenever members or books change."""
         async with self.changed:
             await self.changed.wait_for(condition)
 
@@ -118,7 +118,7 @@ class RunContext:
     async def patient_call(
         self, peer_id: str, request: Message, *, deadline_s: float, on_progress: OnProgress | None = None
     ) -> Message:
-        """As the node's `call`, for what may be asked twice: asked again while it is this host that fails."""
+        """The node's `call`, for requests that may be repeated: repeated while this host's own transport is down."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
         while True:
@@ -135,8 +135,8 @@ class RunContext:
         return current is not None and current.key == member.key and current.answers
 
     async def lose(self, member: Member, reason: str, *, must_sync: bool = False, has_left: bool = False) -> None:
-        """A peer is gone (`has_left`: it said so), or (`must_sync`) of no use in this step: forget it, and void what
-        only it had."""
+        """Forget a peer and void its claims. `has_left`: it has said goodbye. `must_sync`: it may be alive, and must
+        fetch a state before it serves again."""
         current = self.members.get(member.peer_id)
         if current is not None and current.key == member.key:
             self.members.remove(member.peer_id, excluded_at=self.step if must_sync else None)
@@ -154,11 +154,11 @@ class RunContext:
         self._missed[peer_id] = now
 
     def heard(self, peer_id: str) -> None:
-        """A peer is told how the run stands, or has gone."""
+        """A peer is told how the run stands, or has left."""
         self._missed.pop(peer_id, None)
 
     @property
     def lately_missed(self) -> set[str]:
-        """Peers that were there a moment ago, and may be back any moment."""
+        """Peers that were lost a moment ago, and may call again."""
         now = asyncio.get_running_loop().time()
         return {peer_id for peer_id, at in self._missed.items() if now - at < MISSED_S}

@@ -74,9 +74,9 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_S = 10.0
 RECORD_LIFE_S = 45.0
-JOURNAL_S = 2.0  # between looks whether the journal is still there; each write looks as well
-STARTING_S = 0.5  # when to ask a coordinator again that knows no answer yet
-LINGER_S = 5.0  # how long a run that is complete waits for peers that it has lost a moment ago
+JOURNAL_S = 2.0  # between checks that the journal's files are in place; each write checks as well
+STARTING_S = 0.5  # after which a caller may ask a coordinator again that is still starting
+LINGER_S = 5.0  # how long a complete run waits for peers that were lost a moment ago
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class CoordinatorDaemon:
         self.invite: Invite | None = None
         self.refused: Counter[str] = Counter()  # by code
         self._life = world.token_hex(4)
-        self._is_open = False  # until then nothing is known of the run
+        self._is_open = False  # whether the run is loaded, so that requests can be answered
 
     def stop(self) -> None:
-        """Stop after what is being decided; peers keep their state and wait for the next coordinator."""
+        """Stop, between two decisions. Peers keep their state and wait for the next coordinator."""
         self._stopping.set()
 
     async def run(self) -> None:
@@ -174,7 +174,7 @@ class CoordinatorDaemon:
         self.journal.set("run_id", self.run_id)
 
     def _check_data(self) -> None:
-        """A run that goes on with other tokens would be neither training, and its books would not show it."""
+        """Refuse other tokens than before: the run would mix two data sets, and its books would not show it."""
         known, found = self.journal.get(DATA_DIGEST), self._sampler.data_digest
         if known is None:
             self.journal.set(DATA_DIGEST, found)
@@ -203,7 +203,7 @@ class CoordinatorDaemon:
         return host, directory, node
 
     async def _take_term(self, directory: Directory, host: NetworkHost) -> None:
-        """The next one. It is noted only if no other process has it or a later one: trying again changes nothing."""
+        """Take the next term. Noted only if no other process has it or a later one: a failed start changes nothing."""
         known = Known(int(self.journal.get("term") or 0), self.journal.num_steps())
         self.journal_term = known.term
         own = Claim(known.term + 1, known.num_steps, host.peer_id, self._life)
@@ -250,7 +250,7 @@ class CoordinatorDaemon:
         self._phase("invite", self.invite.text())
 
     def _resume(self) -> None:
-        """Where the run stands: at the last decision, which is told again to whoever has not carried it out."""
+        """Restore where the run stands: at the last decision. Peers that have not applied it are told again."""
         context = self.context
         context.step = self.journal.num_steps()
         context.decided = self.journal.last_decision()
@@ -280,7 +280,7 @@ class CoordinatorDaemon:
             raise
 
     async def _answer(self, message: Message, exchange: Exchange) -> Message:
-        if not self._is_open:  # whoever knows it from its former life finds it before it is ready
+        if not self._is_open:  # a peer may call the address that it knows from before a restart
             raise Refusal(Code.NOT_SERVING, "this coordinator is still starting", STARTING_S)
         if isinstance(message, FetchRun):
             if message.run != self.run_id:
@@ -299,8 +299,10 @@ class CoordinatorDaemon:
         raise Refusal(Code.UNKNOWN, f"a coordinator does not answer {message.wire.kind}")
 
     async def _announce(self, directory: Directory, host: NetworkHost) -> None:
-        """A coordinator that was replaced ends. It looks before it announces itself again: of two processes with one
-        identity, the directory shows the record of the one that has spoken last."""
+        """Announce this coordinator again and again; end it when another one has superseded it.
+
+        It checks before it announces: of two processes with one identity, the directory shows the latest record only.
+        """
         while True:
             await self._announce_once(directory, host)
             await asyncio.sleep(ANNOUNCE_S)
@@ -325,7 +327,7 @@ class CoordinatorDaemon:
         return Claim(self.context.term, self.context.step, self.context.node.peer_id, self._life)
 
     async def _watch_journal(self) -> None:
-        """A coordinator without a journal ends: nothing that it decides could be found again."""
+        """A coordinator that has lost its journal ends: its decisions would be lost, too."""
         while True:
             self.journal.check_place()
             await asyncio.sleep(JOURNAL_S)
@@ -344,8 +346,10 @@ class CoordinatorDaemon:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def _say_goodbye(self, directory: Directory, host: NetworkHost) -> None:
-        """Tell all peers that the run is complete, those between two stages as well. A peer that was lost a moment ago
-        is waited for: it calls, if it is there at all, and later there would be no other process to tell it."""
+        """Tell all peers that the run is complete, including those between two stages.
+
+        Wait for peers that were lost a moment ago: one that is alive calls, and later no process could tell it.
+        """
         if not self.context.is_over:
             return
         await self._announce_once(directory, host)
@@ -364,11 +368,11 @@ class CoordinatorDaemon:
                 await self.context.wait_for(lambda: not self.context.lately_missed)
 
     async def _control(self, stack: contextlib.AsyncExitStack) -> None:
-        commands = {"status": self._status, "stop": self._asked}
-        door = await self._machine.serve_control(self.options.state_dir, commands)
-        stack.push_async_callback(door.close)
+        commands = {"status": self._status, "stop": self._stop_asked}
+        server = await self._machine.serve_control(self.options.state_dir, commands)
+        stack.push_async_callback(server.close)
 
-    async def _asked(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _stop_asked(self, request: dict[str, Any]) -> dict[str, Any]:
         self.stop()
         return {"ok": True}
 
@@ -379,9 +383,9 @@ class CoordinatorDaemon:
         if not self.options.page:
             return
         note = self.options.state_dir / "page"
-        door = await self._machine.serve_http(page_routes(self._observed), self.options.page, "--page", note)
-        stack.push_async_callback(door.close)
-        url = f"http://{door.address}/"
+        server = await self._machine.serve_http(page_routes(self._observed), self.options.page, "--page", note)
+        stack.push_async_callback(server.close)
+        url = f"http://{server.address}/"
         atomic_write(note, f"{url}\n".encode())
         self._observed.page_url = url
         self._phase("page", url)
@@ -407,7 +411,7 @@ def check_supported(manifest: Manifest) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """To a place of the owner's choice, which need not be a file that can be replaced."""
+    """Write to a path of the owner's choice. It may be a pipe or a device, which cannot be replaced as files are."""
     try:
         path.write_text(text)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Peers come, show heartbeats, and go: what the coordinator answers, and who is counted as lost."""
+"""Peers join, send heartbeats and leave: the coordinator's verdicts, and which peers count as lost."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from swarmtrain.wire.messages import Code, Directive, Heartbeat, Verdict
 from swarmtrain.wire.peer_report import STALLED, PeerReport
 
 WATCH_S = 1.0
-FURTHER_S = 4.0  # for this long other peers may come and report, before the journal is found to be old
+FURTHER_S = 4.0  # how long other peers may report before the journal is judged to be old
 MAX_FURTHER = 4096
 
 
 class Heartbeats:
-    """Answers `Heartbeat`, and notices who has fallen silent."""
+    """Answers `Heartbeat`, and notices peers that fall silent."""
 
     def __init__(self, context: RunContext, tell_decision: Callable[[Member], None]) -> None:
         """`tell_decision` is called with every peer that may not have heard of the last decision."""
@@ -31,10 +31,10 @@ class Heartbeats:
         self._further: dict[str, tuple[int, int]] = {}  # term and step of peers that are further than the journal
         self._further_since = 0.0
 
-    async def heartbeat(self, sign: Heartbeat, peer_id: str) -> Verdict:
+    async def heartbeat(self, beat: Heartbeat, peer_id: str) -> Verdict:
         """Note a heartbeat; tell the peer what to do."""
-        context, report = self._context, sign.report
-        if sign.run != context.run_id:
+        context, report = self._context, beat.report
+        if beat.run != context.run_id:
             raise Refusal(Code.WRONG_RUN, f"this is run {context.run_id}")
         if report.stage >= context.manifest.stages.count:
             raise Refusal(Code.WRONG_STAGE, f"the run has stages 0 to {context.manifest.stages.count - 1}")
@@ -44,7 +44,7 @@ class Heartbeats:
             return Verdict(context.term, context.step, Directive.LEAVE, "", 0, "", ())
         self._check_not_further(report, peer_id)
         former = context.members.get(peer_id)
-        restarted = context.members.heartbeat(peer_id, sign, asyncio.get_running_loop().time())
+        restarted = context.members.heartbeat(peer_id, beat, asyncio.get_running_loop().time())
         if restarted is not None:
             context.events.emit(PeerLost(restarted.peer_id, restarted.stage, "it has restarted"))
             if context.books is not None:
@@ -75,7 +75,7 @@ class Heartbeats:
         return verdict if verdict.reason else self._explained(verdict, member)
 
     def _check_not_further(self, report: PeerReport, peer_id: str) -> None:
-        """A peer that has seen steps which the journal does not know must not lose them: it is told nothing."""
+        """Refuse a peer that has applied steps which the journal lacks: a verdict would make it discard them."""
         known = self._context.known
         if report.state not in HOLDS_STATE or not known.is_behind(report.state_term, report.step):
             self._further.pop(peer_id, None)
@@ -87,13 +87,13 @@ class Heartbeats:
         raise Refusal(Code.NOT_SERVING, f"the journal here ends at step {known.num_steps}: it is an old copy", 1.0)
 
     def _check_journal(self) -> None:
-        """StaleJournal if most of those who have come know more than the journal."""
+        """StaleJournal if most of the peers that have called are further than the journal."""
         if self._further and asyncio.get_running_loop().time() - self._further_since > FURTHER_S:
             here = [m for m in self._context.members.all() if m.state in HOLDS_STATE]
             check_peers(self._context.known, [*self._further.values(), *((0, member.step) for member in here)])
 
     def _explained(self, verdict: Verdict, member: Member) -> Verdict:
-        """For a serving peer: with what keeps work from it, as far as it is known here."""
+        """A serving peer's verdict, with the reason for which it gets no work, as far as that is known here."""
         context, wait = self._context, self._context.waits_for
         if member.stage == 0 and context.dispatcher.neighbours.router.is_banned(member.peer_id):
             reason = "calls to it failed, so the coordinator gives it no work for a while"

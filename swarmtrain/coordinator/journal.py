@@ -1,8 +1,8 @@
 """The journal: what the run has decided, in SQLite. A decision that is in it will be carried out, whatever crashes.
 
-Every applied step is one row of `steps`, its books in `entries` (who counted which microbatch on which stage), its
-replicas' digests in `replicas`. Each step's `chain` is a hash over the previous chain and everything the step wrote,
-and seals.py logs every write, so that a row that was altered or removed later is found by `swarmtrain audit`.
+Every applied step is one row of `steps`, its books in `entries` (which peer counted which microbatch on which
+stage), its replicas' digests in `replicas`. Each step's `chain` is a hash over the previous chain and everything the
+step wrote, and seals.py logs every write, so that `swarmtrain audit` finds a row that was altered or removed later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarmtrain.coordinator.seals import SCHEMA as LOG_SCHEMA
 from swarmtrain.coordinator.seals import Row, Seals, broken_seals, chain_hash
 
 SCHEMA_VERSION = 1
-DATA_DIGEST = "data_digest"  # of the run's tokens: a fact of `run`; a journal of an older version does not know it
+DATA_DIGEST = "data_digest"  # of the run's tokens: a key of `run`, which journals of older versions lack
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
@@ -98,7 +98,7 @@ class Journal:
         self.close()
 
     def close(self, *, is_lost: bool = False) -> None:
-        """Write what is left, and close the file. `is_lost`: close it as the death of the process does."""
+        """Write what is left, and close the file. `is_lost`: close it unwritten, as a killed process does."""
         if not is_lost:
             with contextlib.suppress(JournalError):  # a close after an error must not hide that error
                 self.flush()
@@ -128,7 +128,7 @@ class Journal:
     def decide(self, decision: Decision, names: Mapping[str, str] | None = None) -> None:
         """Write a decision; when this returns it is on disk. Only a roll-back of all stages undoes it.
 
-        `names` are what peers that took part call themselves, as far as that is new.
+        `names` are the new names of peers that took part, by peer id.
         """
         chain = chain_hash(self.last_chain(), decision.content())
         moved = [decision.basis] if decision.basis else []
@@ -155,8 +155,8 @@ class Journal:
                 self._write("names", (peer, name))
 
     def note_replica(self, step: int, stage: int, peer: str, incarnation: str, digest: str) -> None:
-        """A peer's state digest after `step` applied steps. It is written with the next `flush`, or with whatever is
-        written before that: a commit waits for the disk, and a step has as many of these as there are peers."""
+        """A peer's state digest after `step` applied steps. The next write or `flush` writes it: a commit
+        waits for the disk, and a step has as many digests as there are peers."""
         self._replicas[step, stage, peer, incarnation] = digest
 
     def flush(self) -> None:
@@ -242,7 +242,7 @@ class Journal:
         return [(step, path, json.loads(stages)) for step, path, stages in rows]
 
     def roll_back(self, step: int) -> None:
-        """Forget everything after `step` applied steps: the run goes on from its checkpoint."""
+        """Delete everything after `step` applied steps: the run goes on from the checkpoint of that step."""
         with self._transaction():
             for table in ("steps", "entries", "losses"):
                 self._db.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))
@@ -251,7 +251,7 @@ class Journal:
             self._seals.roll_back(step)
 
     def broken_seals(self) -> list[str]:
-        """Rows that were altered, added or removed after they were written, and books of no step."""
+        """Rows that were altered, added or removed after they were written, and entries and losses of no step."""
         faults = broken_seals(self._db)
         for table in ("entries", "losses"):
             query = f"SELECT count(*) FROM {table} WHERE step NOT IN (SELECT step FROM steps)"
@@ -264,14 +264,14 @@ class Journal:
             self._write(table, row)
 
     def _write(self, table: str, row: Row) -> None:
-        """Within a transaction."""
+        """Write a row and its seal, within the caller's transaction."""
         marks = ", ".join("?" * len(row))
         self._db.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", tuple(row))
         self._seals.put(table, row)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All or nothing, and on disk in the end, in a file that can be found again. Replicas that wait go with it."""
+        """All or nothing. At its end it is on disk, with the noted replicas, in the file at the journal's path."""
         self.check_place()
         try:
             world.check_disk(self.path)

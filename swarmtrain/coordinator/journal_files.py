@@ -1,4 +1,4 @@
-"""The files of a journal: one writer at a time, and a writer that notices when they are taken away from under it."""
+"""The files of a journal: one writer at a time, which notices when they are removed or replaced."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class JournalError(SwarmtrainError):
 
 
 class JournalGone(JournalError):
-    """The journal's files were removed or replaced while they were open: what is written now is lost when it ends."""
+    """The journal's files were removed or replaced while open: further writes would be lost with the process."""
 
     error_id = "ST-JOURNAL-GONE"
 
 
 class JournalFiles:
-    """The files of a journal that this process writes. Keeps other writers away until it is closed."""
+    """The files of a journal that this process writes. Holds the writer's lock until it is closed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,7 +33,7 @@ class JournalFiles:
         self._opened: tuple[tuple[int, int], ...] = ()
 
     def note(self) -> None:
-        """SQLite has opened them."""
+        """Remember which files SQLite has opened."""
         self._opened = self._found()
 
     def check(self) -> None:
@@ -45,11 +45,11 @@ class JournalFiles:
             )
 
     def close(self) -> None:
-        """Let others write."""
+        """Release the writer's lock."""
         self._lock.close()
 
     def _found(self) -> tuple[tuple[int, int], ...]:
-        """Which files lie there: SQLite's own, and the log in which what is committed lies first. Empty: not both."""
+        """Device and inode of the database and its write-ahead log, where commits go first; empty unless both exist."""
         try:
             found = [os.stat(name) for name in (self._path, f"{self._path}-wal")]
         except OSError:
@@ -58,7 +58,7 @@ class JournalFiles:
 
 
 def _lock(path: Path) -> IO[bytes]:
-    """Keep other writers away until the file that is returned is closed."""
+    """Take the writer's lock; closing the returned file releases it."""
     try:
         file = path.with_suffix(".lock").open("ab")
     except OSError as error:

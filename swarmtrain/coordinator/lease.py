@@ -1,4 +1,4 @@
-"""Leases: every microbatch of a step is given to stage 0 with its tokens, and what was lost is replayed."""
+"""Leases: each microbatch of a step is given to stage 0 with its tokens; lost ones are replayed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ResizableSemaphore:
 
 
 class Leases:
-    """Gets the microbatches of a step done, each exactly once on every stage as far as the books say."""
+    """Has the microbatches of a step computed, each exactly once on every stage as far as the books say."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context

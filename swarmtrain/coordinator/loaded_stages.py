@@ -1,4 +1,4 @@
-"""Stages of a checkpoint in memory, for newcomers who fetch them chunk by chunk: loaded, hashed and checked once."""
+"""Stages of a checkpoint in memory, for newcomers that fetch them chunk by chunk: loaded, hashed and checked once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LoadedStages:
     """The stages that were asked for last, up to `max_bytes`; one is kept however large it is.
 
     The digests of a stage's chunks are kept when the stage is not: one that is loaded again is not hashed again, since
-    whoever fetches a chunk compares it with the digest that it was given.
+    a newcomer compares each chunk with the digest that it was given.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -27,12 +27,12 @@ class LoadedStages:
         self._loading = asyncio.Lock()
 
     def clear(self) -> None:
-        """There is a newer checkpoint."""
+        """Drop everything: there is a newer checkpoint."""
         self._sources.clear()
         self._chunks.clear()
 
     async def get(self, checkpoint: Checkpoint, stage: int) -> StateSource:
-        """The state of a stage. Who asks while it is being loaded waits for that."""
+        """The state of a stage. Concurrent requests wait for one load."""
         key = checkpoint.step, stage
         async with self._loading:
             source = self._sources.get(key)

@@ -12,7 +12,7 @@ from swarmtrain.wire.peer_report import PeerReport
 
 SILENT_S = 10.0  # a peer without a heartbeat for this long is lost
 METRICS_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,64}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
-_FOLLOWS = ("joining", "syncing", "serving")  # in these states a peer may apply a step before it has spoken again
+_FOLLOWS = ("joining", "syncing", "serving")  # in these states a peer may apply a step before its next heartbeat
 MAX_EXCLUDED = 4096  # how many are remembered; an older one that comes back is judged by its state alone
 
 
@@ -21,15 +21,15 @@ class Member:
     """One incarnation of one peer."""
 
     peer_id: str
-    report: PeerReport  # of its last heartbeat; its state and step as corrected by what others have said since
+    report: PeerReport  # of its last heartbeat; state, step and digest may have been corrected since
     seen_at: float
     name: str = ""
     metrics: str = ""  # HOST:PORT of its metrics
     spent: tuple[float, ...] = ()  # seconds: compute, reduce, queue, wire, idle
     listening_from: int | None = None  # first step whose all-reduce this newcomer listens to
-    excluded_at: int | None = None  # it had been given up at this step, and was not told to serve since then
-    was_admitted: bool = False  # it was told to serve; that it does may be heard from others first
-    doubted_at: float | None = None  # its link broke then, and it has shown no heartbeat since
+    excluded_at: int | None = None  # the step in which it was given up; it has not been told to serve since
+    was_admitted: bool = False  # it was told to serve; its work may arrive before its next heartbeat
+    doubted_at: float | None = None  # when its link broke, if it has sent no heartbeat since
 
     @property
     def stage(self) -> int:
@@ -38,7 +38,7 @@ class Member:
 
     @property
     def state(self) -> str:
-        """Its state, as far as it is believed."""
+        """Its state, as far as the coordinator believes it."""
         return self.report.state
 
     @property
@@ -48,13 +48,13 @@ class Member:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Announced bytes per second, up and down; 0: not. None so small that the shares of a sum overflow."""
+        """Announced bytes per second, up and down; 0 if unknown. Else at least MIN_RATE: a share must not overflow."""
         up, down = self.report.up_bytes_per_s, self.report.down_bytes_per_s
         return max(up, MIN_RATE) if up else 0.0, max(down, MIN_RATE) if down else 0.0
 
     @property
     def must_sync(self) -> bool:
-        """It says that it serves, and does not know better."""
+        """Whether it says that it serves although it was excluded."""
         return self.excluded_at is not None and self.state == "unknown"
 
     @property
@@ -69,21 +69,21 @@ class Member:
 
     @property
     def key(self) -> tuple[str, str]:
-        """As in books and rosters."""
+        """What books and rosters call it."""
         return self.peer_id, self.report.incarnation
 
 
 class Members:
-    """The peers that are there."""
+    """The peers that have sent heartbeats and are not lost."""
 
     def __init__(self) -> None:
         self._by_peer: dict[str, Member] = {}
         self._admitted: dict[int, set[str]] = {}  # by stage; as `was_admitted` says
         self._excluded: OrderedDict[tuple[str, str], int] = OrderedDict()  # the step; until they are told to serve
 
-    def heartbeat(self, peer_id: str, sign: Heartbeat, now: float) -> Member | None:
+    def heartbeat(self, peer_id: str, beat: Heartbeat, now: float) -> Member | None:
         """Note a heartbeat. Returns the former incarnation if the peer has restarted."""
-        former, report = self._by_peer.get(peer_id), sign.report
+        former, report = self._by_peer.get(peer_id), beat.report
         self._disown(former)
         is_same = former is not None and former.key == (peer_id, report.incarnation) and former.stage == report.stage
         excluded_at = self._excluded.get((peer_id, report.incarnation))
@@ -92,25 +92,25 @@ class Members:
             report = replace(report, step=former.step, state_digest=former.report.state_digest)
         if excluded_at is not None and report.state == "serving":
             report = replace(report, state="unknown")
-        is_waiting = report.state == "syncing"  # only those who wait for a state listen
+        is_waiting = report.state == "syncing"  # only a peer that waits for a state listens
         self._by_peer[peer_id] = Member(
             peer_id=peer_id,
             report=report,
             seen_at=now,
-            name=sign.name,
-            metrics=sign.metrics if METRICS_ADDRESS.fullmatch(sign.metrics) else "",
-            spent=sign.spent,
+            name=beat.name,
+            metrics=beat.metrics if METRICS_ADDRESS.fullmatch(beat.metrics) else "",
+            spent=beat.spent,
             listening_from=former.listening_from if former is not None and is_same and is_waiting else None,
             excluded_at=excluded_at,
         )
         return None if is_same else former
 
     def get(self, peer_id: str) -> Member | None:
-        """A peer that is there."""
+        """The current incarnation of a peer; None if it is lost or unknown."""
         return self._by_peer.get(peer_id)
 
     def counts(self, hop: Hop) -> bool:
-        """Whether what a route says of a hop can be counted: this incarnation is there, and hosts that stage."""
+        """Whether a hop of a route counts: this incarnation is a member, answers for work, and hosts that stage."""
         member = self._by_peer.get(hop.peer_id)
         if member is None or (member.report.incarnation, member.stage) != (hop.incarnation, hop.stage):
             return False
@@ -182,7 +182,7 @@ class Members:
             )
 
     def remove(self, peer_id: str, *, excluded_at: int | None = None) -> Member | None:
-        """A peer is gone. With `excluded_at`, this incarnation is of no use in that step should it come back."""
+        """A peer is gone. With `excluded_at`, this incarnation must not serve in that step if it comes back."""
         member = self._by_peer.pop(peer_id, None)
         self._disown(member)
         if member is not None and excluded_at is not None:

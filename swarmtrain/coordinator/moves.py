@@ -1,4 +1,4 @@
-"""Where newcomers go, and who may leave a stage for another one: the coordinator's word is final.
+"""Which stage a newcomer hosts, and which peer may move to another stage: the coordinator decides.
 
 Peers plan moves from the directory, which is always a little out of date. Here every permission is counted at once, so
 two peers are never sent into the same gap, and no stage is left with too few.
@@ -75,7 +75,7 @@ class Moves:
             raise Refusal(Code.WRONG_RUN, f"this is run {self._context.run_id}")
 
     def _tell_arbiter(self, now: float) -> None:
-        """The arbiter learns who serves and who is gone; a mover on its way is neither."""
+        """The arbiter learns which peers serve and which are gone; a mover on its way is neither."""
         members = self._context.members
         for member in with_known_speeds(self._as_member(item) for item in members.all()):
             known = members.get(member.peer_id)

@@ -52,7 +52,7 @@ class RunObserver:
         self.page_url = ""
 
     async def watch(self) -> None:
-        """Tell what only counters show; until cancelled."""
+        """Emit events for what only counters show, until cancelled."""
         while True:
             await asyncio.sleep(WATCH_S)
             for event in self._news.since_last(self.context.dispatcher.counters.rerouted):

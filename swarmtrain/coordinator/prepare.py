@@ -1,4 +1,4 @@
-"""Prepare: every stage reduces its gradient among its peers; a failed attempt is made again without whom it lost."""
+"""Prepare: the peers of each stage all-reduce their gradient; a failed attempt is repeated without the lost peers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from swarmtrain.wire.schema import Message
 
 log = logging.getLogger(__name__)
 
-PREPARE_S = 86400.0  # not a deadline: an attempt lasts while it moves (attempt_watch.py)
+PREPARE_S = 86400.0  # not a deadline: an attempt lasts while it makes progress (attempt_watch.py)
 WATCH_S = 1.0
-FAILURE_GRACE_S = 1.5  # after a first failure: how long the others may still say what they have seen
-MAX_LISTENERS = 256  # more of them would only make each other slower; who is not among them begins again
+FAILURE_GRACE_S = 1.5  # how long the other members may still answer after a first failure
+MAX_LISTENERS = 256  # more would only slow each other down; a newcomer beyond them begins again
 MAX_PAUSE_S = 2.0  # between attempts that fail again and again
-SURE_S = 2.0  # whoever has answered within this time, and whose link is open, is taken to be there
+SURE_S = 2.0  # a peer that answered within this time, and whose link is open, counts as alive
 
 Shares = dict[tuple[str, str], list[int]]
 
@@ -48,8 +48,8 @@ class PreparedStage:
     squared_norm: float
     members: tuple[Member, ...]  # peers that hold it
     shares: Shares  # which peer answered for which microbatches
-    listeners: tuple[tuple[Member, asyncio.Task[object]], ...]  # newcomers, and whether they have heard it
-    request: Prepare  # asked again, whoever holds it says the same
+    listeners: tuple[tuple[Member, asyncio.Task[object]], ...]  # newcomers, each with its pending answer
+    request: Prepare  # a peer that holds the gradient answers it again with the same digest
     answered_at: float  # on the loop's clock
     basis: str = ""  # on the last stage: the digest of the basis to which the subspace moves
 
@@ -61,7 +61,7 @@ class _Side:
     stage: int
     shares: Shares
     members: list[Member]
-    absent: set[tuple[str, str]]  # peers that have work in the books, and are gone
+    absent: set[tuple[str, str]]  # peers that are gone although the books name them
 
 
 class Preparer:
@@ -74,13 +74,13 @@ class Preparer:
         self._attempts = 0
 
     def groups(self) -> list[tuple[int, ...]]:
-        """The stages, those together that reduce together: the two ends of the pipeline, if they share an embedding."""
+        """The stages, grouped by all-reduce: both ends of the pipeline are one group if they share an embedding."""
         stages = range(len(self._layouts))
         tied = tuple(stage for stage in stages if self._layouts[stage].num_fused)
         return [*([tied] if tied else []), *((stage,) for stage in stages if stage not in tied)]
 
     async def prepare(self, step: int, group: tuple[int, ...], books: StepBooks) -> list[PreparedStage]:
-        """Prepare the stages of a group, with as many attempts as it takes. Whom attempts fail on again is left out."""
+        """Prepare the stages of a group, in as many attempts as it takes, leaving out peers that make attempts fail."""
         context, blame, num_failed = self._context, Blame(), 0
         loop = asyncio.get_running_loop()
         compressed = self._compression.choose()
@@ -127,9 +127,9 @@ class Preparer:
             await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(num_failed, 10)))
 
     async def is_held(self, prepared: PreparedStage) -> bool:
-        """Whether a peer that holds this sum is still there: other stages may have taken long since it was made.
+        """Whether a peer that holds this sum is still alive: other stages may have taken long since it was made.
 
-        Who answered long ago, or whose link has ended since, is asked again; who does not answer is lost.
+        A peer that answered long ago, or whose link has closed since, is asked again. One that does not answer is lost.
         """
         context = self._context
         there = [member for member in prepared.members if context.is_there(member)]
@@ -150,7 +150,7 @@ class Preparer:
         """The peers that have work in the step, and every other serving peer as a receiver."""
         answering, step = self._context.members.answering(stage), self._context.step
         found = [m for m in answering if m.key in shares or (m.is_ready and m.step == step)]
-        # More than a roster holds: those without work are spares, and fetch a state when a place is free.
+        # A roster has a limit: peers without work beyond it are spares, and fetch a state when a place is free.
         return sorted(found, key=lambda m: m.key not in shares)[:MAX_SERVING] if len(found) > MAX_SERVING else found
 
     def _listeners(self, side: _Side, step: int) -> list[Member]:
@@ -169,7 +169,7 @@ class Preparer:
         )
 
     def _requests(self, step: int, attempt: int, sides: list[_Side], compressed: frozenset[int]) -> dict[int, Prepare]:
-        """What each stage of a group is asked."""
+        """The request to each stage of a group."""
         num_fused = self._layouts[sides[0].stage].num_fused
         fused = self._roster(sides, step, num_fused) if num_fused else ()
         return {
@@ -204,9 +204,9 @@ class Preparer:
         )
 
     async def _ask_all(self, asked: list[tuple[Member, Prepare]]) -> list[Reply]:
-        """All answers. The first failure ends the attempt: members that do not answer soon after are not waited for.
+        """All answers. The first failure ends the attempt, and so does a silent member or a stall.
 
-        So does one who says nothing, and when nothing moves any more.
+        After a failure the other members have FAILURE_GRACE_S to answer; a member that was not waited for has None.
         """
         loop = asyncio.get_running_loop()
         watch = AttemptWatch([member.peer_id for member, _ in asked], loop.time())
@@ -252,7 +252,7 @@ class Preparer:
     async def _ask(
         self, member: Member, request: Prepare, on_progress: OnProgress | None = None
     ) -> Prepared | Unprepared | NetError:
-        """One peer's answer. A broken link is dialed again once: the same attempt asked again gives the same answer."""
+        """One peer's answer. A broken link is dialed again once: a peer gives the same answer to the same attempt."""
         call = self._context.patient_call
         try:
             try:
@@ -268,7 +268,7 @@ class Preparer:
         return NetError(f"answered {answer.wire.kind}")
 
     async def _leave_out(self, blame: Blame, sides: list[_Side], answers: list[Reply]) -> None:
-        """The peers that others cannot reduce with: over both stages of a group, since they reduce with each other."""
+        """Leave out peers that others cannot reduce with. The stages of a group are judged together, as they reduce."""
         context, members = self._context, [member for side in sides for member in side.members]
         if all(isinstance(answer, Prepared) for answer in answers):
             left_out = [
@@ -298,8 +298,8 @@ class Preparer:
                 if answer.code in (Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
                     await context.lose(member, f"cannot take part in step {request.step}: {answer.code}")
             elif not isinstance(answer, HostDownError):  # that is this host's own fault
-                # Who only says nothing would be back with its next heartbeat, and cost as much in every step. Unless
-                # no other peer has the state: then there is nothing to be done without it.
+                # A peer that is merely silent would be back with its next heartbeat, and cost as much in every step:
+                # it must sync first, unless no other peer has the state.
                 others = [m for m in servers(context.members, member.stage, context.step) if m.key != member.key]
                 must_sync = isinstance(answer, CallTimeout) and bool(others)
                 await context.lose(member, str(answer), must_sync=must_sync)
@@ -319,7 +319,7 @@ def _listener(watch: AttemptWatch, member: Member) -> OnProgress:
 
 
 def _overdue(watch: AttemptWatch, member: Member, now: float) -> Reply:
-    """What is made of a member that has not answered when its attempt has ended."""
+    """What counts as the answer of a member that had not answered when its attempt ended."""
     if member.peer_id in watch.silent(now):
         return CallTimeout(f"it has not reported on its all-reduce for {SILENT_S:.0f} s")
     if not watch.has_stalled(now):
@@ -334,7 +334,7 @@ def _slices(sides: list[_Side]) -> list[slice]:
 
 
 def _agreed(answers: Sequence[Reply]) -> Prepared | None:
-    """What all replicas of a stage have answered; None if one has not, or another sum. The commonest basis counts."""
+    """The answer in which all replicas of a stage agree, with their most common basis; None if they do not."""
     good = [answer for answer in answers if isinstance(answer, Prepared)]
     if len(good) < len(answers) or len({answer.digest for answer in good}) != 1:
         return None

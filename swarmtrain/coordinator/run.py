@@ -1,4 +1,4 @@
-"""The run from its first step to its last: when a step may begin, what is reported, when the run goes back."""
+"""The run from its first step to its last: when a step may begin, what is reported, when the run is rolled back."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from swarmtrain.observe.events import CheckpointFailed, RunEnded, RunResumes, Ru
 T = TypeVar("T")
 
 WATCH_S = 0.5
-ELECTION_S = 6.0  # how long a restarted coordinator waits for more than half of those who know a stage's state
+ELECTION_S = 6.0  # how long a restarted coordinator waits for a majority of the peers that know a stage's state
 DOUBT_S = 1.0  # a peer whose link broke may call again for this long before its stage counts as empty
-FIRST_RETRY_S = 0.5  # between attempts at the last checkpoint: twice as long after each that fails, up to
-MAX_FETCH_RETRY_S = 5.0  # where peers did not give a state, or
-MAX_WRITE_RETRY_S = 60.0  # where it could not be written: every attempt fetches all states, and a full disk stays full
-WRITE_PATIENCE_S = 20.0  # how long a run that goes back waits for a newer checkpoint that is still being fetched
+FIRST_RETRY_S = 0.5  # between attempts at the last checkpoint; doubled after each that fails, up to the next two
+MAX_FETCH_RETRY_S = 5.0  # if peers did not send a state
+MAX_WRITE_RETRY_S = 60.0  # if it could not be written: every attempt fetches all states, and a full disk stays full
+WRITE_PATIENCE_S = 20.0  # how long a roll-back waits for a newer checkpoint that is still being fetched
 ROLL_BACK_AFTER_S = 8.0  # a stage whose state no peer holds for this long, although one waits to host it, is lost
 
 
 class _StageLost(Exception):
-    """The state of a stage is gone; the run has to go back."""
+    """No peer has the state of a stage; the run must be rolled back."""
 
     def __init__(self, stage: int) -> None:
         super().__init__(f"stage {stage} lost its state")
@@ -43,7 +43,7 @@ class Run:
 
     def __init__(self, context: RunContext, checkpoints: Checkpoints, applies: Applies, *, min_peers: int) -> None:
         self._context, self._checkpoints = context, checkpoints
-        self._min_peers = min_peers if context.step == 0 else 1  # a resumed run takes whom it gets
+        self._min_peers = min_peers if context.step == 0 else 1  # a resumed run needs one only
         self._applies, self._driver = applies, StepDriver(context, applies)
         self._writing: asyncio.Task[object] | None = None
         self._writing_step, self._was_left_out = 0, False
@@ -53,7 +53,7 @@ class Run:
         self._val_loss: float | None = None
 
     async def drive(self) -> None:
-        """Step after step until the run's steps are done. Whenever a stage's state is lost, the run goes back."""
+        """Step after step until the run's steps are done. Whenever a stage's state is lost, the run is rolled back."""
         while not self._context.is_over:
             try:
                 await self._guarded(self._advance())
@@ -61,7 +61,7 @@ class Run:
                 await self._roll_back(lost.stage)
 
     async def _advance(self) -> None:
-        """From where the run stands to its end."""
+        """Train from where the run stands to its end."""
         context, schedule = self._context, self._context.manifest.schedule
         await self._validate_if_due()
         while context.step < schedule.steps:
@@ -77,7 +77,7 @@ class Run:
         self._end()
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work`; _StageLost if a stage's state is lost meanwhile."""
+        """Do `work`; raise _StageLost if a stage's state is lost meanwhile."""
         working = asyncio.create_task(work)
         losing = asyncio.create_task(self._lost_stage())
         try:
@@ -91,16 +91,16 @@ class Run:
             await asyncio.gather(working, losing, return_exceptions=True)
 
     async def _lost_stage(self) -> int:
-        """Returns a stage whose state no peer has held for a while, although one is there to host it.
+        """Return a stage whose state no peer has held for a while, although a peer is there to host it.
 
-        Before that nothing would be won by going back: a peer that was stopped may still return with the state.
+        A roll-back before that would be too early: a peer that was stopped may still return with the state.
         """
         context = self._context
         since: dict[int, float] = {}
         while True:
             await asyncio.sleep(WATCH_S)
             now, run = asyncio.get_running_loop().time(), context.standing
-            has_newest = run.step == self._checkpoints.step and not run.is_applying  # nothing to go back to
+            has_newest = run.step == self._checkpoints.step and not run.is_applying  # a roll-back would lead here
             for stage in range(context.manifest.stages.count):
                 serving = context.members.of_stage(stage, "serving")
                 paused = context.members.of_stage(stage, "draining", "paused")
@@ -119,7 +119,7 @@ class Run:
         return doubted_at is not None and asyncio.get_running_loop().time() - doubted_at >= DOUBT_S
 
     async def _roll_back(self, stage: int) -> None:
-        """All stages go back to the last checkpoint, under a new term, so that nothing of the lost steps counts."""
+        """Take all stages back to the last checkpoint, under a new term, so that nothing of the lost steps counts."""
         context = self._context
         if self._writing is not None:  # the newest checkpoint must not be newer than the journal
             if not (await asyncio.wait([self._writing], timeout=WRITE_PATIENCE_S))[0]:
@@ -159,7 +159,7 @@ class Run:
             await self._elect(unknown)
 
     async def _elect(self, stages: list[int]) -> None:
-        """After a restart: the digests of these stages' states, which were not noted in the journal in time."""
+        """After a restart: elect the digests of these stages' states, which the journal lacks."""
         context = self._context
 
         def vote(stage: int, *, is_final: bool) -> str:
@@ -185,7 +185,7 @@ class Run:
         self._say_wait(wait)
 
     def _note_stage(self, stage: int, *, empty: bool) -> None:
-        """In the middle of a step."""
+        """During a step: say when a stage has no reachable peer, and when it has one again."""
         wait = Wait.for_peers([stage])
         waits_for = self._context.waits_for
         if empty and waits_for is None:
@@ -202,10 +202,10 @@ class Run:
         context.waits_for = wait
 
     def _checkpoint_due(self, step: int) -> bool:
-        """At the end, where the manifest says, and at once if the last one came to nothing: if a run that is restored
-        there goes on as this one does. With codecs that remember it would not.
+        """Whether to write one after `step` steps: at the end, where the manifest says, and at once if the last failed.
 
-        Training does not wait for a slow one: what falls due meanwhile is left out, and made up for when that is done.
+        Codecs that remember forbid the latter: a run that is restored there would not go on as this one does. Training
+        does not wait for a slow checkpoint: one that falls due meanwhile is left out, and made up for afterwards.
         """
         manifest = self._context.manifest
         if step == manifest.schedule.steps:
@@ -219,7 +219,7 @@ class Run:
         return manifest.is_checkpoint(step) or (self._owes_checkpoint() and not self._codecs_remember)
 
     def _owes_checkpoint(self) -> bool:
-        """Whether the last one came to nothing (dead keepers, a full disk), or the next was left out because of it."""
+        """Whether the last checkpoint failed (dead keepers, a full disk), or one was left out while it was written."""
         writing = self._writing
         if writing is None or not writing.done():
             return False
@@ -235,7 +235,7 @@ class Run:
         )
 
     async def _final_checkpoint(self) -> None:
-        """The run does not end without its last state on disk: whoever has it is asked until it is there."""
+        """The run does not end without its last state on disk: the peers that have it are asked until it is there."""
         context = self._context
         if self._writing is not None:
             await asyncio.wait([self._writing])
@@ -253,7 +253,7 @@ class Run:
         self._say_wait(None)
 
     async def _write_last(self) -> bool:
-        """One attempt to write a checkpoint of where the run stands, from all peers that have the state."""
+        """One attempt to write a checkpoint of the run's step, from all peers that have the state."""
         context = self._context
         await self._all_stages_served()
         keepers = tuple(

@@ -22,7 +22,7 @@ Row = Sequence[object]
 
 
 class Seals:
-    """Writes the log. Every call belongs into the transaction of the write that it seals."""
+    """Writes the log. A call must be in the transaction of the write that it seals."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -32,7 +32,7 @@ class Seals:
         self._add(["put", table, *_named(table, row)])
 
     def roll_back(self, step: int) -> None:
-        """Everything after `step` applied steps was forgotten."""
+        """Everything after `step` applied steps was deleted."""
         self._add(["roll_back", step])
 
     def _add(self, entry: list[object]) -> None:
@@ -45,7 +45,7 @@ class Seals:
 
 
 def chain_hash(previous: str, content: str) -> str:
-    """Hash of an entry in the light of all before it."""
+    """Hash of an entry and, through `previous`, of all entries before it."""
     return hashlib.sha256(f"{previous}\n{content}".encode()).hexdigest()
 
 
@@ -61,7 +61,7 @@ def broken_seals(db: sqlite3.Connection) -> list[str]:
 
 
 def _compare(db: sqlite3.Connection, table: str, expected: dict[str, str]) -> list[str]:
-    """What the rows of a table are, and what the log says that they must be."""
+    """The differences between the rows of a table and what the log says of them."""
     faults: list[str] = []
     found: set[str] = set()
     for row in _rows(db, table):

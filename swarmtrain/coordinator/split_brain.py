@@ -1,10 +1,10 @@
-"""One coordinator at a time: who else holds the run's key and coordinates, and who yields.
+"""One coordinator at a time: whether another process coordinates with the run's key, and which one yields.
 
 A coordinator that was started on an old copy of its directory would set a healthy run back: it takes the next term,
-which peers obey, and knows of none of the steps since the copy was made. Those who know better are its rivals, whose
-claims the run's key has signed, and the run's peers: each says how many steps it has applied, and in which term. In a
-term that the journal knows of, no peer can have applied a step that is not in it, since a decision is journaled before
-a peer hears of it. (States of earlier terms may be ahead: the run has gone back since.)
+which peers obey, and lacks the steps since the copy was made. It learns of them from the claims of other coordinators,
+which the run's key has signed, and from the run's peers: each says how many steps it has applied, and in which term. In
+a term that the journal knows of, no peer can have applied a step that is not in it, since a decision is journaled
+before a peer hears of it. (States of earlier terms may be ahead: the run has been rolled back since.)
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ HOLDS_STATE = ("serving", "draining", "paused")
 
 
 class Superseded(SwarmtrainError):
-    """Another coordinator has taken over the run: its term is higher, or as high and it has got further."""
+    """Another coordinator has taken over the run: its term is higher, or the same and it is further."""
 
     error_id = "ST-SUPERSEDED"
     exit_code = ExitCode.REFUSED
 
     @classmethod
-    def by(cls, rival: Claim, own: Claim) -> Superseded:
-        """For a coordinator with this claim."""
-        who = f"{rival.peer_id[-8:]} coordinates"
-        if rival.peer_id == own.peer_id:
+    def by(cls, other: Claim, own: Claim) -> Superseded:
+        """The error with which a coordinator ends whose claim is `own`, when `other` coordinates."""
+        who = f"{other.peer_id[-8:]} coordinates"
+        if other.peer_id == own.peer_id:
             who = "another process with this coordinator's identity, on a copy of its directory, coordinates"
         fix = "leave the run to it, or stop it first"
-        if Known(rival.term - 1, rival.step).is_behind(own.term, own.step):
+        if Known(other.term - 1, other.step).is_behind(own.term, own.step):
             fix = "this one is further: the other ends when peers tell it so; then start this one again"
-        return cls(f"{who} this run under term {rival.term}; this one's is {own.term}", fix=fix)
+        return cls(f"{who} this run under term {other.term}; this one's is {own.term}", fix=fix)
 
 
 class StaleJournal(JournalError):
@@ -53,17 +53,17 @@ class StaleJournal(JournalError):
 
 @dataclass(frozen=True)
 class Known:
-    """What a journal knows: `num_steps` decided steps, and that nothing was taken back since `term`."""
+    """What a journal knows: `num_steps` decided steps, and that nothing was rolled back since `term`."""
 
     term: int
     num_steps: int
 
     def is_behind(self, term: int, step: int) -> bool:
-        """Whether a peer that came to `step` applied steps in `term` has seen what this journal has not."""
+        """Whether a peer that has applied `step` steps, the last in `term`, has seen steps that this journal lacks."""
         return term >= self.term and step > self.num_steps
 
     def error(self, who: str, step: int) -> StaleJournal:
-        """What the coordinator ends with."""
+        """The error with which the coordinator ends."""
         return StaleJournal(
             f"{who} at step {step}; this coordinator's journal ends at step {self.num_steps}: it is an old copy",
             fix="start the coordinator on the newest copy of its directory; if there is no other, end all peers first, "
@@ -75,32 +75,32 @@ async def next_term(directory: Directory, own: Claim, known: Known, num_stages: 
     """The term that this coordinator takes.
 
     Superseded if another process coordinates under that or a later one, unless on an old copy of this journal;
-    StaleJournal if it is this journal that is the old copy. A rival that is not listed yet is found later.
+    StaleJournal if this journal is the old copy. `check_running` finds a coordinator that is not listed yet.
     """
     term = own.term
-    for rival in await _claims(directory, own):
-        if known.is_behind(rival.term, rival.step):
-            raise known.error(f"{rival.peer_id[-8:]} coordinates this run, or did a minute ago,", rival.step)
-        if rival.term < own.term:
+    for other in await _claims(directory, own):
+        if known.is_behind(other.term, other.step):
+            raise known.error(f"{other.peer_id[-8:]} coordinates this run, or did a minute ago,", other.step)
+        if other.term < own.term:
             continue  # it was in charge before, as the journal knows
-        if not Known(rival.term - 1, rival.step).is_behind(known.term, known.num_steps):
-            raise Superseded.by(rival, own)
-        term = max(term, rival.term + 1)
+        if not Known(other.term - 1, other.step).is_behind(known.term, known.num_steps):
+            raise Superseded.by(other, own)
+        term = max(term, other.term + 1)
     check_peers(known, [(peer.state_term, peer.step) for peer in await _peers(directory, num_stages)])
     return term
 
 
 async def check_running(directory: Directory, own: Claim) -> None:
     """Superseded if another claim is greater. Peers obey the greatest only: there is nothing left to do."""
-    for rival in await _claims(directory, own):
-        if rival > own:
-            raise Superseded.by(rival, own)
+    for other in await _claims(directory, own):
+        if other > own:
+            raise Superseded.by(other, own)
 
 
 def check_peers(known: Known, states: Iterable[tuple[int, int]]) -> None:
     """StaleJournal if most of the peers (the term and the step of each one's state) are further than the journal.
 
-    Most: what one of them says may be wrong, or a lie.
+    Most, because a single report may be wrong, or a lie.
     """
     states = list(states)
     further = [step for term, step in states if known.is_behind(term, step)]
@@ -109,7 +109,7 @@ def check_peers(known: Known, states: Iterable[tuple[int, int]]) -> None:
 
 
 async def _claims(directory: Directory, own: Claim) -> list[Claim]:
-    """Of all other processes."""
+    """The claims of all other processes."""
     try:
         records = await directory.lookup(COORDINATOR_TOPIC)
     except SwarmtrainError as error:
@@ -121,7 +121,7 @@ async def _claims(directory: Directory, own: Claim) -> list[Claim]:
 
 
 async def _peers(directory: Directory, num_stages: int) -> list[PeerReport]:
-    """Those who hold a state, as the directory lists them."""
+    """The reports of peers that hold a state, as the directory lists them."""
     found = []
     for stage in range(num_stages):
         try:

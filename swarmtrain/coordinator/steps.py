@@ -52,9 +52,9 @@ class StepDriver:
     async def _prepared(self, step: int, books: StepBooks) -> list[PreparedStage]:
         """The reduced sums of all stages, each held by a peer that is there now.
 
-        Those who held a stage's sum may all have died while another stage was still at its own. To decide on a sum that
-        no peer holds would take the whole run back: the stage is prepared again instead, and the others keep what they
-        have.
+        All peers that held a stage's sum may have died while another stage was still reducing. A decision on a sum that
+        no peer holds would end in a roll-back of the run: the stage is prepared again instead, and the others keep
+        their sums.
         """
         found: dict[tuple[int, ...], list[PreparedStage]] = {}
         async with asyncio.TaskGroup() as tasks:

@@ -21,7 +21,7 @@ class Tally:
         self._routes: deque[tuple[str, ...]] = deque(maxlen=RECENT_ROUTES)
 
     def resume(self, contributed: Mapping[str, int]) -> None:
-        """What the journal has from before."""
+        """Start from what the journal has counted."""
         self.contributed.clear()
         self.contributed.update(contributed)
 
@@ -32,7 +32,7 @@ class Tally:
         return found
 
     def decided(self, decision: Decision) -> None:
-        """A step's books are closed."""
+        """A step was decided: its books count."""
         for members in decision.entries.values():
             for (peer_id, _), microbatches in members.items():
                 self.contributed[peer_id] += len(microbatches)

@@ -14,8 +14,8 @@ from swarmtrain.observe.http import EventStream, Handler, Request, Response, as_
 from swarmtrain.observe.metrics import run_families
 from swarmtrain.observe.service import daemon_routes
 
-PUSH_S = 1.0  # the snapshot is pushed this often while nothing happens, and at most so often as
-PUSH_PAUSE_S = 0.25  # this while much happens
+PUSH_S = 1.0  # the snapshot is pushed this often while nothing happens
+PUSH_PAUSE_S = 0.25  # and with at least this between two pushes while much happens
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -20,7 +20,7 @@ from swarmtrain.peer.ledger import Entry
 from swarmtrain.peer.stage import Stage
 from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.route.estimate import moved
-from swarmtrain.route.work_stealing import StealPolicy, gives, is_held_up, is_line_bound
+from swarmtrain.route.work_stealing import StealPolicy, is_held_up, is_line_bound, is_worth_stealing
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.messages import Done, StealReply, StealRequest
 
@@ -48,7 +48,7 @@ class Thief:
         while True:
             await ran_out.wait()
             if self._would_take_it():
-                asked = self._policy.whom_to_ask(self._peer.siblings, asyncio.get_running_loop().time())
+                asked = self._policy.victims(self._peer.siblings, asyncio.get_running_loop().time())
                 if others := [other for other in asked if other in self._peer.siblings]:
                     await self._ask(others)
             ran_out.clear()  # a round answers all that happened meanwhile
@@ -132,11 +132,11 @@ class Victim:
         is_sticky = stage.codecs.has_sticky_routes or stage.codecs.has_sticky_answers
         if is_sticky or self._peer.state is not PeerState.SERVING:
             return False
-        return gives(
+        return is_worth_stealing(
             waiting_s=stage.compute.backlog_s(),
-            load_s=stage.load_s(self._clock.ledger),
-            asker_load_s=request.load_s,
-            asker_service_s=request.service_s,
+            victim_load_s=stage.load_s(self._clock.ledger),
+            thief_load_s=request.load_s,
+            thief_service_s=request.service_s,
         )
 
     def _may_go(self, microbatch: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from swarmtrain.route.router import STEALING_POLICIES
-from swarmtrain.route.work_stealing import StealPolicy, gives, is_held_up, is_line_bound
+from swarmtrain.route.work_stealing import StealPolicy, is_held_up, is_line_bound, is_worth_stealing
 from swarmtrain.sim.directory import stage_bytes
 from swarmtrain.sim.peer import SimPeer
 from swarmtrain.sim.pipeline import Pipeline
@@ -40,7 +40,7 @@ class WorkStealing:
         round_trip_s = 2.0 * (2.0 * peer.latency_s + self._world.scenario.backbone_latency_s)
         asked_after_s = 0.5 * round_trip_s
         # All victims are examined now, not when the request would reach them: jobs last much longer than that.
-        for other in policy.whom_to_ask(self._world.directory.serving[peer.stage], now):
+        for other in policy.victims(self._world.directory.serving[peer.stage], now):
             if self._can_steal_from(other, peer) and self._pipeline.steal(other, peer, asked_after_s):
                 policy.stole(other)
                 return
@@ -55,9 +55,9 @@ class WorkStealing:
         if not victim.num_stealable or victim is peer or victim.state != "serving" or victim.stage != peer.stage:
             return False
         cost = self._costs[peer.stage]
-        return gives(
+        return is_worth_stealing(
             waiting_s=victim.queue_s(cost),
-            load_s=victim.load_s(cost),
-            asker_load_s=peer.load_s(cost),
-            asker_service_s=cost / peer.speed,
+            victim_load_s=victim.load_s(cost),
+            thief_load_s=peer.load_s(cost),
+            thief_service_s=cost / peer.speed,
         )

@@ -20,9 +20,9 @@ def heartbeat(
     return Heartbeat("run", report)
 
 
-def changed(sign: Heartbeat, **said: Any) -> Heartbeat:
+def changed(beat: Heartbeat, **said: Any) -> Heartbeat:
     """The same heartbeat, with another report."""
-    return replace(sign, report=replace(sign.report, **said))
+    return replace(beat, report=replace(beat.report, **said))
 
 
 def bare_context(manifest: Manifest, **parts: Any) -> RunContext:

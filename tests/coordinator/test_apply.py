@@ -1,4 +1,4 @@
-"""A decision is carried out at whoever shows up, and a lost answer is made good by a heartbeat."""
+"""Every peer that sends a heartbeat carries out the decision; a heartbeat makes good a lost answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from swarmtrain.wire.messages import Applied, Apply, Code, Heartbeat, Prepared
 
 from .contexts import changed, heartbeat
 
-SIGN = heartbeat(0, "serving", "1", 3, "d3")
+HEARTBEAT = heartbeat(0, "serving", "1", 3, "d3")
 DECISION = Decision(3, 1, 1.0, 1.0, 1.0, 0.1, (("sum", 1.0),), {0: {("a", "1"): [0]}}, {0: 1.0})
 
 Answer = Callable[[Apply], Applied]
@@ -52,15 +52,15 @@ class Swarm:
         )
         self.context.events.add(self.happened.append)
         self.applies = Applies(self.context)
-        self.heartbeat(SIGN)
+        self.heartbeat(HEARTBEAT)
 
     async def call(self, peer_id: str, request: Apply, deadline_s: float, *, expect: type[Any]) -> Applied:
         self.num_told += 1
         self._told.set()
         return self._answers.pop(0)(request)
 
-    def heartbeat(self, sign: Heartbeat) -> Member:
-        self.context.members.heartbeat("a", sign, 0.0)
+    def heartbeat(self, beat: Heartbeat) -> Member:
+        self.context.members.heartbeat("a", beat, 0.0)
         member = self.context.members.get("a")
         assert member is not None
         return member
@@ -79,7 +79,7 @@ class Swarm:
 
     async def hear(self, heard: Prepared) -> tuple[int, str]:
         """The decision is carried out with a newcomer that heard this reduction, and then says that it serves."""
-        newcomer = self.heartbeat(changed(SIGN, state="syncing"))
+        newcomer = self.heartbeat(changed(HEARTBEAT, state="syncing"))
         self.context.decided = DECISION
         listener: asyncio.Task[object] = asyncio.create_task(asyncio.sleep(0, heard))
         other = replace(newcomer, peer_id="b")
@@ -88,7 +88,7 @@ class Swarm:
         )
         await self.applies.carry_out(DECISION, [prepared], checkpoint=False)
         await asyncio.gather(*self.context.background)
-        member = self.heartbeat(SIGN)  # sent before it applied the step
+        member = self.heartbeat(HEARTBEAT)  # sent before it applied the step
         return member.step, member.report.state_digest
 
 
@@ -104,18 +104,18 @@ def applied(request: Apply) -> Applied:
     return Applied(request.step + 1, "d4")
 
 
-async def shows_up(swarm: Swarm, sign: Heartbeat) -> None:
-    swarm.applies.tell(swarm.heartbeat(sign))
+async def sends_heartbeat(swarm: Swarm, beat: Heartbeat) -> None:
+    swarm.applies.tell(swarm.heartbeat(beat))
     await swarm.context.notify()
 
 
-def test_an_answer_that_was_lost_is_made_good_by_a_sign_of_life(tmp_path: Path) -> None:
+def test_an_answer_that_was_lost_is_made_good_by_a_heartbeat(tmp_path: Path) -> None:
     async def main() -> StepResult:
         swarm = Swarm(tmp_path, cut)
-        swarm.context.prepared = frozenset({("a", SIGN.report.incarnation)})
+        swarm.context.prepared = frozenset({("a", HEARTBEAT.report.incarnation)})
         task = await swarm.carry_out()
         assert not task.done()
-        await shows_up(swarm, changed(SIGN, step=4, state_digest="d4"))
+        await sends_heartbeat(swarm, changed(HEARTBEAT, step=4, state_digest="d4"))
         return await task
 
     assert asyncio.run(main()).state_digests == ("d4",)
@@ -125,7 +125,7 @@ def test_a_peer_that_has_not_heard_the_decision_is_told_again(tmp_path: Path) ->
     async def main() -> tuple[StepResult, int]:
         swarm = Swarm(tmp_path, cut, applied)
         task = await swarm.carry_out()
-        await shows_up(swarm, SIGN)
+        await sends_heartbeat(swarm, HEARTBEAT)
         return await task, swarm.num_told
 
     result, num_told = asyncio.run(main())
@@ -137,7 +137,7 @@ def test_a_peer_that_was_given_up_meanwhile_is_told_all_the_same(tmp_path: Path)
         swarm = Swarm(tmp_path, cut, applied)
         task = await swarm.carry_out()
         swarm.context.members.remove("a")
-        await shows_up(swarm, SIGN)
+        await sends_heartbeat(swarm, HEARTBEAT)
         return await task
 
     assert asyncio.run(main()).state_digests == ("d4",)
@@ -147,7 +147,7 @@ def test_a_peer_without_the_sum_must_fetch_the_state_and_is_not_told_again(tmp_p
     async def main() -> tuple[bool, int]:
         swarm = Swarm(tmp_path, unprepared)
         task = await swarm.carry_out()
-        member = swarm.heartbeat(SIGN)
+        member = swarm.heartbeat(HEARTBEAT)
         swarm.applies.tell(member)
         task.cancel()
         return member.must_sync, swarm.num_told
@@ -159,18 +159,20 @@ def lost(swarm: Swarm) -> list[str]:
     return [event.reason for event in swarm.happened if isinstance(event, PeerLost)]
 
 
-async def stands_still(swarm: Swarm, sign: Heartbeat, num_signs: int = 3) -> None:
+async def stands_still(swarm: Swarm, beat: Heartbeat, num_heartbeats: int = 3) -> None:
     """The peer shows up again and again; what each heartbeat brings about is over before the next one."""
-    for _ in range(num_signs):
-        await shows_up(swarm, sign)
+    for _ in range(num_heartbeats):
+        await sends_heartbeat(swarm, beat)
         await asyncio.gather(*swarm.context.background)
 
 
 @pytest.mark.parametrize("state", ["paused", "draining"])
-def test_a_resting_peer_that_a_step_was_done_without_is_told_once_and_not_lost(tmp_path: Path, state: str) -> None:
+def test_a_peer_that_takes_no_work_and_that_a_step_was_done_without_is_told_once_and_not_lost(
+    tmp_path: Path, state: str
+) -> None:
     async def main() -> None:
         swarm = Swarm(tmp_path, *[unprepared] * 4)
-        await stands_still(swarm, changed(SIGN, state=state))
+        await stands_still(swarm, changed(HEARTBEAT, state=state))
         assert swarm.num_told == 1
         assert lost(swarm) == []
         member = swarm.context.members.get("a")
@@ -183,11 +185,11 @@ def test_a_resting_peer_that_a_step_was_done_without_is_told_once_and_not_lost(t
 
 
 @pytest.mark.parametrize("state", ["paused", "draining"])
-def test_a_resting_peer_that_holds_the_sum_is_told_until_it_has_applied(tmp_path: Path, state: str) -> None:
+def test_a_peer_that_takes_no_work_and_holds_the_sum_is_told_until_it_has_applied(tmp_path: Path, state: str) -> None:
     async def main() -> None:
         swarm = Swarm(tmp_path, cut, applied)
-        await stands_still(swarm, changed(SIGN, state=state), num_signs=2)
-        await stands_still(swarm, changed(SIGN, state=state, step=4, state_digest="d4"))
+        await stands_still(swarm, changed(HEARTBEAT, state=state), num_heartbeats=2)
+        await stands_still(swarm, changed(HEARTBEAT, state=state, step=4, state_digest="d4"))
         assert swarm.num_told == 2
         assert lost(swarm) == []
 
@@ -198,8 +200,8 @@ def test_a_resting_peer_that_holds_the_sum_is_told_until_it_has_applied(tmp_path
 def test_a_peer_of_the_roster_that_has_no_sum_is_lost_and_that_is_told_once(tmp_path: Path, state: str) -> None:
     async def main() -> None:
         swarm = Swarm(tmp_path, *[unprepared] * 3)
-        swarm.context.prepared = frozenset({("a", SIGN.report.incarnation)})
-        await stands_still(swarm, changed(SIGN, state=state))
+        swarm.context.prepared = frozenset({("a", HEARTBEAT.report.incarnation)})
+        await stands_still(swarm, changed(HEARTBEAT, state=state))
         assert swarm.num_told == 1
         assert lost(swarm) == ["cannot apply step 3: unprepared"]
 
@@ -224,7 +226,7 @@ def test_all_answers_to_a_decision_are_one_commit(tmp_path: Path) -> None:
 
     async def main() -> None:
         swarm = Swarm(tmp_path, *[applied] * count)
-        first = swarm.heartbeat(SIGN)
+        first = swarm.heartbeat(HEARTBEAT)
         members = tuple(replace(first, peer_id=f"peer{number}") for number in range(count))
         statements: list[str] = []
         swarm.context.journal._db.set_trace_callback(statements.append)

@@ -22,7 +22,7 @@ def test_what_moves_goes_on_however_long_it_takes() -> None:
         assert not watch.silent(now)
 
 
-def test_who_says_nothing_is_named_although_the_others_move() -> None:
+def test_a_member_without_reports_is_named_although_the_others_move() -> None:
     watch = AttemptWatch("abc", 0.0)
     for now in (10.0, 20.0, SILENT_S + 1.0):
         for peer in "ac":
@@ -30,7 +30,7 @@ def test_who_says_nothing_is_named_although_the_others_move() -> None:
     assert watch.silent(SILENT_S + 1.0) == ["b"]
 
 
-def test_control_who_has_answered_need_not_say_more() -> None:
+def test_control_a_member_that_has_answered_need_not_report() -> None:
     watch = AttemptWatch("a", 0.0)
     watch.answered("a", 1.0)
     assert not watch.silent(LONG_S)
@@ -58,7 +58,7 @@ def test_an_owner_that_does_not_answer_is_complained_of_when_all_shares_are_ther
     assert complaint.suspects == ("c",)
 
 
-def test_who_waits_for_nobody_holds_the_attempt_up_itself() -> None:
+def test_a_member_that_waits_for_no_peer_holds_the_attempt_up_itself() -> None:
     assert stalled(a=report(), b=report(missing="a")).complaint("a") is None
 
 

@@ -35,7 +35,7 @@ def test_a_peer_that_another_cannot_reach_is_left_out_at_the_second_time() -> No
     assert left_out([complains("b"), None, None]) == [B]
 
 
-def test_a_peer_that_reaches_nobody_is_left_out_itself_and_not_the_others() -> None:
+def test_a_peer_that_reaches_no_other_is_left_out_itself_and_not_the_others() -> None:
     assert left_out([complains("b", "c"), complains("a"), complains("a")]) == [A]
     assert left_out([complains("b", "c"), None, None]) == [A]
 
@@ -48,7 +48,7 @@ def test_a_dead_peer_is_not_blamed_twice() -> None:
     assert left_out([NetError("gone"), GOOD, GOOD], times=9) == []
 
 
-def test_who_refuses_again_and_again_is_left_out() -> None:
+def test_a_peer_that_refuses_again_and_again_is_left_out() -> None:
     assert left_out([GOOD, CallRefused("bad-roster"), GOOD]) == [B]
 
 
@@ -66,5 +66,5 @@ def test_two_that_disagree_do_not_go_on_for_ever() -> None:
     assert len(found[-1]) == 1
 
 
-def test_of_an_accuser_without_the_sum_and_an_accused_who_has_it_the_accuser_is_left_out() -> None:
+def test_of_an_accuser_without_the_sum_and_an_accused_that_has_it_the_accuser_is_left_out() -> None:
     assert left_out([complains("b"), GOOD, GOOD]) == [A]

@@ -1,4 +1,4 @@
-"""The books of one step: rosters name everybody once, losses leave gaps, gaps lead to plans that fill them."""
+"""The books of one step: rosters name each microbatch once, losses leave gaps, gaps lead to plans that fill them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def filled(num_microbatches: int, seed: int) -> StepBooks:
     return books
 
 
-def test_a_stage_balances_when_every_microbatch_is_in_somebodys_sum() -> None:
+def test_a_stage_balances_when_every_microbatch_is_in_the_sum_of_some_peer() -> None:
     books = StepBooks(NUM_STAGES, 2)
     assert not books.balances(0)
     books.record(0, 1.0, route(0, 0, 0))
@@ -99,7 +99,7 @@ def test_another_incarnation_does_not_inherit_the_claims() -> None:
     assert not books.balances(1)
 
 
-def test_whoever_says_that_it_lacks_a_microbatch_answers_for_it_no_more() -> None:
+def test_a_peer_that_says_that_it_lacks_a_microbatch_answers_for_it_no_more() -> None:
     books = StepBooks(NUM_STAGES, 2)
     for microbatch in range(2):
         books.record(microbatch, 1.0, route(0, 0, 0))

@@ -178,7 +178,7 @@ def threads_of_removals(monkeypatch: pytest.MonkeyPatch) -> list[threading.Threa
 def test_old_checkpoints_and_what_failed_are_not_removed_on_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gigabytes take seconds, in which nobody would be answered."""
+    """Gigabytes take seconds, in which no request would be answered."""
     checkpoints = checkpoints_in(tmp_path, 0)
     happened: list[Event] = []
     checkpoints._context.events.add(happened.append)

@@ -13,7 +13,7 @@ A, B, C, D = (("a", "1"), ("b", "1"), ("c", "1"), ("d", "1"))
     ("votes", "at_once", "in_the_end"),
     [
         ({}, "", ""),
-        ({A: "wrong"}, "", "wrong"),  # the only one that is left: nobody knows better
+        ({A: "wrong"}, "", "wrong"),  # the only one that is left: no other peer knows better
         ({A: "wrong", B: "right"}, "", "right"),  # the order of their digests decides
         ({A: "right", B: "right"}, "right", "right"),
         ({A: "wrong", B: "right", C: "right"}, "right", "right"),
@@ -32,6 +32,6 @@ def test_one_of_one_is_not_waited_for() -> None:
     assert elected({A: "right"}, [A], is_final=False) == "right"
 
 
-def test_who_had_another_state_before_has_no_vote_unless_its_work_counted() -> None:
+def test_a_peer_that_had_another_state_before_has_no_vote_unless_its_work_counted() -> None:
     assert electorate({A: "x", B: "x", C: "y"}, [D]) == {A, B, D}
     assert electorate({}, [A]) == {A}

@@ -24,13 +24,13 @@ from .contexts import bare_context, changed, heartbeat
 
 
 @pytest.mark.parametrize(("digest", "directive"), [("d3", Directive.SERVE), ("another", Directive.WAIT)])
-def test_who_is_told_to_serve_counts_at_once_and_who_is_not_does_not(digest: str, directive: Directive) -> None:
+def test_a_peer_that_is_told_to_serve_counts_at_once_and_another_does_not(digest: str, directive: Directive) -> None:
     async def main() -> tuple[Directive, bool]:
         manifest = preset("nano")
         stages = [StageBook("d3") for _ in range(manifest.stages.count)]
         context = bare_context(manifest, step=3, stages=stages)
-        sign = heartbeat(1, "syncing", "1", 3, digest)
-        answer = await Heartbeats(context, lambda member: None).heartbeat(sign, "p")
+        beat = heartbeat(1, "syncing", "1", 3, digest)
+        answer = await Heartbeats(context, lambda member: None).heartbeat(beat, "p")
         return answer.directive, context.members.counts(Hop(1, "p", "1"))
 
     assert asyncio.run(main()) == (directive, directive is Directive.SERVE)
@@ -61,13 +61,13 @@ def test_a_peer_whose_device_hangs_does_not_count_and_gives_up_its_work_if_other
         manifest = preset("nano")
         context = bare_context(manifest, step=3, stages=[StageBook("d3") for _ in range(manifest.stages.count)])
         heartbeats = Heartbeats(context, lambda member: None)
-        sign = heartbeat(1, "serving", "1", 3, "d3")
+        beat = heartbeat(1, "serving", "1", 3, "d3")
         for peer in ["p", *(f"other{i}" for i in range(others))]:
-            assert (await heartbeats.heartbeat(sign, peer)).directive is Directive.SERVE
-        answer = await heartbeats.heartbeat(changed(sign, state=STALLED), "p")
+            assert (await heartbeats.heartbeat(beat, peer)).directive is Directive.SERVE
+        answer = await heartbeats.heartbeat(changed(beat, state=STALLED), "p")
         assert answer.directive is directive
         assert not context.members.counts(Hop(1, "p", "1"))
-        assert (await heartbeats.heartbeat(sign, "p")).directive is Directive.SERVE
+        assert (await heartbeats.heartbeat(beat, "p")).directive is Directive.SERVE
         assert context.members.counts(Hop(1, "p", "1"))
 
     asyncio.run(main())
@@ -82,8 +82,8 @@ def test_a_verdict_says_in_fields_what_keeps_work_from_a_serving_peer(is_banned:
         stages = [StageBook("d3") for _ in range(manifest.stages.count)]
         context = bare_context(manifest, step=3, stages=stages, dispatcher=cast(Any, dispatcher))
         context.waits_for = Wait.for_peers(range(2, 1000))
-        sign = heartbeat(0, "serving", "1", 3, "d3")
-        verdict = await Heartbeats(context, lambda member: None).heartbeat(sign, "p")
+        beat = heartbeat(0, "serving", "1", 3, "d3")
+        verdict = await Heartbeats(context, lambda member: None).heartbeat(beat, "p")
         encode(verdict)
         assert verdict.is_banned is is_banned
         assert verdict.empty_stages == (() if is_banned else tuple(range(2, 18)))
@@ -113,10 +113,10 @@ def test_a_verdict_can_be_told_however_many_replicas_keep_the_state(num_replicas
         context = bare_context(manifest, step=3, stages=[StageBook("d3") for _ in range(manifest.stages.count)])
         context.stages[1].snapshot = StateOffer(3, "d3", donors)
         heartbeats = Heartbeats(context, lambda member: None)
-        sign = heartbeat(1, "syncing", "1", 0, "")
-        await heartbeats.heartbeat(sign, "p")
+        beat = heartbeat(1, "syncing", "1", 0, "")
+        await heartbeats.heartbeat(beat, "p")
         context.members.listen(1, 3)
-        told = [await heartbeats.heartbeat(sign, "p") for _ in range(20)]
+        told = [await heartbeats.heartbeat(beat, "p") for _ in range(20)]
         assert {answer.directive for answer in told} == {Directive.SYNC}
         for answer in told:
             encode(answer)

@@ -79,7 +79,7 @@ def test_a_journal_that_was_taken_away_is_noticed_before_anything_is_written(
 def test_a_journal_that_is_taken_away_while_it_is_written_has_not_decided(
     journal: Journal, away: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite does not mind: it writes to files that nobody will ever find."""
+    """SQLite does not mind: it writes to files that no process will ever find."""
     put = journal._seals.put
 
     def put_after(*row: Any) -> None:
@@ -139,7 +139,7 @@ class Done:
         self.context.step += 1
 
 
-def test_nobody_is_told_a_decision_that_is_nowhere_on_disk(journal: Journal) -> None:
+def test_no_peer_is_told_a_decision_that_is_nowhere_on_disk(journal: Journal) -> None:
     async def main() -> None:
         done = Done(journal)
         await done.driver.step(checkpoint=False)
@@ -234,7 +234,7 @@ def test_a_write_that_fails_keeps_the_replicas_for_the_next_one(journal: Journal
     assert journal.broken_seals() == []
 
 
-def test_the_names_of_those_who_took_part_outlive_them_and_the_coordinator(tmp_path: Path) -> None:
+def test_the_names_of_peers_that_took_part_outlive_them_and_the_coordinator(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     with Journal(path) as journal:
         asyncio.run(Done(journal, "anna's desktop").driver.step(checkpoint=False))

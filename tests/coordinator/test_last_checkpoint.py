@@ -22,7 +22,7 @@ from swarmtrain.run.presets import preset
 from .contexts import bare_context, heartbeat
 
 MANIFEST = preset("nano", ["stages.count=1", "schedule.steps=5", "schedule.warmup_steps=1"])
-SIGN = heartbeat(0, "serving", "1", 5, "d")
+HEARTBEAT = heartbeat(0, "serving", "1", 5, "d")
 
 
 def full_disk() -> StorageError:
@@ -76,7 +76,7 @@ class Ending:
         context.events.add(self.happened.append)
         context.events.add(self.keeper)
         context.events.emit(StepApplied(5, 1.0, 1, 1.0, 1.0, 1.0))
-        context.members.heartbeat("p", SIGN, 0.0)
+        context.members.heartbeat("p", HEARTBEAT, 0.0)
         self.context = context
         self.run = Run(context, cast(Any, self.disk), cast(Any, None), min_peers=1)
         monkeypatch.setattr(run_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": self._sleep}))

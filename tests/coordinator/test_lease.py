@@ -79,8 +79,8 @@ def leases_over(pipeline: Pipeline | Dispatcher, num_peers: int) -> Leases:
     sampler = SimpleNamespace(microbatch=lambda step, index: np.zeros((1, 2)))
     context = bare_context(manifest, dispatcher=pipeline, sampler=sampler)
     for number in range(num_peers):
-        sign = heartbeat(number % NUM_STAGES, "serving", "1", 0, "")
-        context.members.heartbeat(f"p{number}", sign, 0.0)
+        beat = heartbeat(number % NUM_STAGES, "serving", "1", 0, "")
+        context.members.heartbeat(f"p{number}", beat, 0.0)
     return Leases(context)
 
 
@@ -114,7 +114,7 @@ def test_time_in_the_queue_of_a_peer_that_gives_its_work_away_is_no_distance() -
     assert 6 <= node.most_inside <= 20
 
 
-def test_time_in_which_everybody_is_busy_is_no_distance() -> None:
+def test_time_in_which_every_peer_is_busy_is_no_distance() -> None:
     async def main() -> tuple[Full, int]:
         loop = asyncio.get_running_loop()
         node, router = Full(0.005, 0.0), Router(clock=loop.time, rng=random.Random(0))
@@ -172,7 +172,7 @@ def test_a_lease_that_ran_out_makes_the_window_smaller_and_is_given_again() -> N
         async def call(self, work: Work, **_: object) -> Done:
             if len(self.seen) < NUM_LOST:
                 self.seen.append(work.microbatch)
-                raise Refusal(Code.NOBODY, "nobody did it in time")
+                raise Refusal(Code.NOBODY, "no peer did it in time")
             return await super().call(work)
 
     async def news(timeout_s: float) -> None:

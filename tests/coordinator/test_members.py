@@ -14,16 +14,16 @@ from swarmtrain.wire.messages import Heartbeat, Hop
 from .contexts import changed, heartbeat
 
 
-def sign(*, life: str = "a", stage: int = 0, state: str = "serving", step: int = 0, digest: str = "") -> Heartbeat:
+def beat(*, life: str = "a", stage: int = 0, state: str = "serving", step: int = 0, digest: str = "") -> Heartbeat:
     return heartbeat(stage, state, life, step, digest)
 
 
-def test_a_sign_of_life_makes_a_member_and_silence_ends_it() -> None:
+def test_a_heartbeat_makes_a_member_and_silence_ends_it() -> None:
     members = Members()
-    assert members.heartbeat("p", sign(), now=0.0) is None
+    assert members.heartbeat("p", beat(), now=0.0) is None
     assert members.silent(SILENT_S) == []
     assert [member.peer_id for member in members.silent(SILENT_S + 0.1)] == ["p"]
-    members.heartbeat("p", sign(), now=5.0)
+    members.heartbeat("p", beat(), now=5.0)
     assert members.silent(SILENT_S + 0.1) == []
 
 
@@ -32,8 +32,8 @@ def test_announced_rates_are_taken_as_they_are_and_never_too_small_to_reckon_wit
     announced: float, taken: float
 ) -> None:
     members = Members()
-    members.heartbeat("p", changed(sign(), up_bytes_per_s=announced, down_bytes_per_s=3e6), now=0.0)
-    members.heartbeat("q", changed(sign(), up_bytes_per_s=3e6, down_bytes_per_s=announced), now=0.0)
+    members.heartbeat("p", changed(beat(), up_bytes_per_s=announced, down_bytes_per_s=3e6), now=0.0)
+    members.heartbeat("q", changed(beat(), up_bytes_per_s=3e6, down_bytes_per_s=announced), now=0.0)
     p, q = members.get("p"), members.get("q")
     assert p is not None
     assert q is not None
@@ -44,57 +44,57 @@ def test_announced_rates_are_taken_as_they_are_and_never_too_small_to_reckon_wit
 
 def test_a_restart_is_noticed_and_so_is_another_stage() -> None:
     members = Members()
-    members.heartbeat("p", sign(life="a"), now=0.0)
-    former = members.heartbeat("p", sign(life="b"), now=1.0)
+    members.heartbeat("p", beat(life="a"), now=0.0)
+    former = members.heartbeat("p", beat(life="b"), now=1.0)
     assert former is not None
     assert former.report.incarnation == "a"
-    former = members.heartbeat("p", sign(life="b", stage=2), now=2.0)
+    former = members.heartbeat("p", beat(life="b", stage=2), now=2.0)
     assert former is not None
     assert former.stage == 0
-    assert members.heartbeat("p", sign(life="b", stage=2), now=3.0) is None
+    assert members.heartbeat("p", beat(life="b", stage=2), now=3.0) is None
 
 
 def test_work_counts_from_the_moment_in_which_a_peer_was_told_to_serve() -> None:
     """Others may find it, and have their answers through it, before its own next heartbeat says so."""
     members = Members()
-    members.heartbeat("p", sign(state="joining"), now=0.0)
+    members.heartbeat("p", beat(state="joining"), now=0.0)
     hop = Hop(0, "p", "a")
     assert not members.counts(hop)
     members.admit("p")
     assert members.counts(hop)
-    members.heartbeat("p", sign(state="syncing"), now=1.0)
+    members.heartbeat("p", beat(state="syncing"), now=1.0)
     assert not members.counts(hop)
 
 
-def test_who_was_told_to_serve_answers_for_its_work_and_who_had_to_fetch_a_state_says_first_that_it_is_ready() -> None:
+def test_an_admitted_peer_answers_for_its_work_and_one_that_fetched_a_state_first_says_that_it_is_ready() -> None:
     members = Members()
     for peer, state in (("j", "joining"), ("s", "syncing")):
-        members.heartbeat(peer, sign(state=state), now=0.0)
+        members.heartbeat(peer, beat(state=state), now=0.0)
     assert members.answering(0) == []
     members.admit("j")
     members.admit("s")
     assert [(member.peer_id, member.is_ready) for member in members.answering(0)] == [("j", True), ("s", False)]
-    members.heartbeat("s", sign(), now=1.0)
+    members.heartbeat("s", beat(), now=1.0)
     assert [member.is_ready for member in members.answering(0)] == [True, True]
     assert members.answering(1) == []
 
 
 @pytest.mark.parametrize("before", ["joining", "serving", "syncing"])
-def test_a_sign_that_crossed_an_apply_does_not_take_a_serving_peer_back(before: str) -> None:
+def test_a_heartbeat_that_crossed_an_apply_does_not_take_a_serving_peer_back(before: str) -> None:
     members = Members()
-    members.heartbeat("p", sign(state=before, step=3, digest="x"), now=0.0)
+    members.heartbeat("p", beat(state=before, step=3, digest="x"), now=0.0)
     members.note_step("p", 4, "y", 0.0)
-    members.heartbeat("p", sign(step=3, digest="x"), now=1.0)
+    members.heartbeat("p", beat(step=3, digest="x"), now=1.0)
     member = members.get("p")
     assert member is not None
     assert (member.step, member.report.state_digest) == (4, "y")
 
 
-def test_who_syncs_is_believed_when_it_says_that_it_is_behind() -> None:
+def test_a_syncing_peer_is_believed_when_it_says_that_it_is_behind() -> None:
     members = Members()
-    members.heartbeat("p", sign(step=3, digest="x"), now=0.0)
+    members.heartbeat("p", beat(step=3, digest="x"), now=0.0)
     members.note_step("p", 4, "y", 0.0)
-    members.heartbeat("p", sign(state="syncing", step=0), now=1.0)
+    members.heartbeat("p", beat(state="syncing", step=0), now=1.0)
     member = members.get("p")
     assert member is not None
     assert member.step == 0
@@ -102,59 +102,59 @@ def test_who_syncs_is_believed_when_it_says_that_it_is_behind() -> None:
 
 def test_an_excluded_incarnation_that_comes_back_is_known_until_it_is_told_to_serve() -> None:
     members = Members()
-    members.heartbeat("p", sign(), now=0.0)
+    members.heartbeat("p", beat(), now=0.0)
     members.remove("p", excluded_at=0)
-    members.heartbeat("p", sign(), now=1.0)
+    members.heartbeat("p", beat(), now=1.0)
     assert members.get("p").must_sync  # type: ignore[union-attr]
     assert not members.of_stage(0, "serving")  # whatever it says itself
     assert not members.counts(Hop(0, "p", "a"))
-    members.heartbeat("p", sign(state="syncing"), now=2.0)
+    members.heartbeat("p", beat(state="syncing"), now=2.0)
     assert members.get("p").excluded_at == 0  # type: ignore[union-attr]
     assert not members.get("p").must_sync  # type: ignore[union-attr]
     members.admit("p")
-    members.heartbeat("p", sign(), now=3.0)
+    members.heartbeat("p", beat(), now=3.0)
     assert members.get("p").excluded_at is None  # type: ignore[union-attr]
     assert members.counts(Hop(0, "p", "a"))
 
 
-def test_after_a_rollback_nobody_is_excluded() -> None:
+def test_after_a_rollback_no_peer_is_excluded() -> None:
     members = Members()
-    members.heartbeat("p", sign(), now=0.0)
+    members.heartbeat("p", beat(), now=0.0)
     members.remove("p", excluded_at=7)
     members.forget_steps()
-    members.heartbeat("p", sign(), now=1.0)
+    members.heartbeat("p", beat(), now=1.0)
     assert members.get("p").excluded_at is None  # type: ignore[union-attr]
 
 
-def test_only_those_who_wait_for_a_state_listen_and_each_from_its_own_step() -> None:
+def test_only_peers_that_wait_for_a_state_listen_and_each_from_its_own_step() -> None:
     members = Members()
-    members.heartbeat("waiting", sign(state="syncing"), now=0.0)
-    members.heartbeat("serving", sign(), now=0.0)
+    members.heartbeat("waiting", beat(state="syncing"), now=0.0)
+    members.heartbeat("serving", beat(), now=0.0)
     members.listen(0, 5)
-    members.heartbeat("later", sign(state="syncing"), now=1.0)
+    members.heartbeat("later", beat(state="syncing"), now=1.0)
     members.listen(0, 7)
     assert {m.peer_id: m.listening_from for m in members.all()} == {"waiting": 5, "serving": None, "later": 7}
-    members.heartbeat("waiting", sign(state="syncing"), now=2.0)  # a heartbeat keeps it
+    members.heartbeat("waiting", beat(state="syncing"), now=2.0)  # a heartbeat keeps it
     assert members.get("waiting").listening_from == 5  # type: ignore[union-attr]
-    members.heartbeat("waiting", sign(), now=3.0)  # one who serves listens no more
+    members.heartbeat("waiting", beat(), now=3.0)  # a serving peer listens no more
     assert members.get("waiting").listening_from is None  # type: ignore[union-attr]
 
 
 def test_a_hop_counts_only_for_the_incarnation_and_stage_that_is_there() -> None:
     members = Members()
-    members.heartbeat("p", sign(life="a", stage=1), now=0.0)
+    members.heartbeat("p", beat(life="a", stage=1), now=0.0)
     assert members.counts(Hop(1, "p", "a"))
     assert not members.counts(Hop(1, "p", "b"))
     assert not members.counts(Hop(0, "p", "a"))
     assert not members.counts(Hop(1, "q", "a"))
-    members.heartbeat("p", sign(life="a", stage=1, state="syncing"), now=1.0)
+    members.heartbeat("p", beat(life="a", stage=1, state="syncing"), now=1.0)
     assert not members.counts(Hop(1, "p", "a"))
 
 
 def test_the_excluded_are_remembered_within_bounds() -> None:
     members = Members()
     for number in range(MAX_EXCLUDED + 10):
-        members.heartbeat(f"p{number}", sign(), now=0.0)
+        members.heartbeat(f"p{number}", beat(), now=0.0)
         members.remove(f"p{number}", excluded_at=0)
     assert len(members._excluded) == MAX_EXCLUDED
     assert members.all() == []
@@ -162,11 +162,11 @@ def test_the_excluded_are_remembered_within_bounds() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.sampled_from(["serving", "syncing", "paused"]))))
-def test_every_peer_is_in_one_place_at_a_time(signs: list[tuple[int, int, str]]) -> None:
+def test_every_peer_is_in_one_place_at_a_time(beats: list[tuple[int, int, str]]) -> None:
     members = Members()
-    for time, (peer, stage, state) in enumerate(signs):
-        members.heartbeat(f"p{peer}", sign(stage=stage, state=state), now=float(time))
-    last = {f"p{peer}": (stage, state) for peer, stage, state in signs}
+    for time, (peer, stage, state) in enumerate(beats):
+        members.heartbeat(f"p{peer}", beat(stage=stage, state=state), now=float(time))
+    last = {f"p{peer}": (stage, state) for peer, stage, state in beats}
     assert {m.peer_id: (m.stage, m.state) for m in members.all()} == last
     for stage in range(3):
         found = members.of_stage(stage, "serving")

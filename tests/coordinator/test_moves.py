@@ -1,4 +1,4 @@
-"""Where newcomers are sent, and who may move: whoever is on the way counts, and no stage is left with too few."""
+"""Where newcomers are sent, and which peers may move: peers on their way count, and no stage is left with too few."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVEN = [
     "model.num_kv_heads=2",
 ]
 MANIFEST = preset("nano", EVEN)
-SIGN = heartbeat(0, "serving", "1", 0, "", assignment=1)
+HEARTBEAT = heartbeat(0, "serving", "1", 0, "", assignment=1)
 RULES = MoveRules(min_left=1, min_gain=0.1)
 
 
@@ -38,7 +38,7 @@ def make(rules: MoveRules = RULES) -> Moves:
 
 
 def shows_up(moves: Moves, peer_id: str, stage: int, *, state: str = "serving", assignment: int = 1) -> None:
-    moves._context.members.heartbeat(peer_id, changed(SIGN, stage=stage, state=state, assignment=assignment), 0.0)
+    moves._context.members.heartbeat(peer_id, changed(HEARTBEAT, stage=stage, state=state, assignment=assignment), 0.0)
 
 
 def seek(moves: Moves, peer_id: str, *stages: int) -> int:
@@ -49,7 +49,7 @@ def ask(moves: Moves, peer_id: str, source: int, target: int, assignment: int = 
     return asyncio.run(moves.ask(AskMove("run", assignment, source, target), peer_id)).granted
 
 
-def test_newcomers_who_come_all_at_once_are_spread() -> None:
+def test_newcomers_that_come_all_at_once_are_spread() -> None:
     moves = make()
     assert Counter(seek(moves, f"p{i}") for i in range(9)) == {0: 3, 1: 3, 2: 3}
 
@@ -69,8 +69,8 @@ def test_a_stage_whose_peer_has_a_narrow_line_needs_help_first(line: str) -> Non
     moves = make()
     for stage, rate in enumerate((1e9, 1e4, 1e9)):
         announced: dict[str, Any] = {line: rate}
-        sign = changed(SIGN, stage=stage, forward_ms=10.0, backward_ms=20.0, **announced)
-        moves._context.members.heartbeat(f"p{stage}", sign, 0.0)
+        beat = changed(HEARTBEAT, stage=stage, forward_ms=10.0, backward_ms=20.0, **announced)
+        moves._context.members.heartbeat(f"p{stage}", beat, 0.0)
     assert seek(moves, "new") == 1
 
 
@@ -104,7 +104,7 @@ def test_a_dead_peer_is_no_reason_to_stay_or_to_go() -> None:
     assert not ask(moves, "a", 0, 2)
     for gone in ("f", "b"):
         moves._context.members.remove(gone)
-    assert not ask(moves, "a", 0, 2), "nobody would be left in stage 0"
+    assert not ask(moves, "a", 0, 2), "no peer would be left in stage 0"
     assert ask(moves, "d", 1, 2) is False, "nothing would be won"
 
 

@@ -36,7 +36,7 @@ def test_doubts_about_peers_that_never_return_are_forgotten() -> None:
     assert asyncio.run(main()) == ["peer49"]
 
 
-def test_contributors_that_left_keep_their_names_and_those_who_are_here_say_theirs() -> None:
+def test_contributors_that_left_keep_their_names_and_those_that_are_here_say_theirs() -> None:
     context = bare_context(preset("nano"))
     context.members.heartbeat("here", replace(heartbeat(1), name="new"), 0.0)
     context.tally.resume({"here": 5, "gone": 7, "nameless": 1})
@@ -48,8 +48,8 @@ def test_contributors_that_left_keep_their_names_and_those_who_are_here_say_thei
     assert context.tally.names["here"] == "old"  # what the journal has: the new name is written with the next step
 
 
-def test_a_broken_link_is_in_doubt_until_the_next_sign_of_life() -> None:
-    sign = heartbeat(0, "serving", "1", 3, "d")
+def test_a_broken_link_is_in_doubt_until_the_next_heartbeat() -> None:
+    beat = heartbeat(0, "serving", "1", 3, "d")
 
     async def main() -> list[float | None]:
         daemon = CoordinatorDaemon(CoordinatorOptions(preset("nano"), Path()), Events(), cast(Any, None))
@@ -57,7 +57,7 @@ def test_a_broken_link_is_in_doubt_until_the_next_sign_of_life() -> None:
         daemon.observer = RunObserver(context, cast(Any, None), cast(Any, None), invite="", refused={})
         found = []
         for change in (lambda: None, lambda: daemon._link_closed("a", LinkClosed("cut")), lambda: None):
-            context.members.heartbeat("a", sign, 0.0)
+            context.members.heartbeat("a", beat, 0.0)
             change()
             member = context.members.get("a")
             assert member is not None

@@ -56,7 +56,7 @@ def test_a_journal_of_an_older_version_takes_note_of_its_data(tmp_path: Path) ->
         open_with(tmp_path, "b" * 64)
 
 
-def test_a_resumed_run_knows_who_took_part_and_what_they_called_themselves(tmp_path: Path) -> None:
+def test_a_resumed_run_knows_which_peers_took_part_and_their_names(tmp_path: Path) -> None:
     daemon = CoordinatorDaemon(CoordinatorOptions(MANIFEST, tmp_path), Events(), cast(Any, None))
     entries = {0: {("a", "1"): [0, 1]}}
     with Journal(tmp_path / "journal.sqlite") as daemon.journal:

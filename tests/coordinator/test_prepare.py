@@ -38,9 +38,9 @@ class Peers:
         return Prepared(1.0, "sum", "")
 
     async def heartbeat(self, peer_id: str, state: str, **changes: Any) -> Directive:
-        sign = heartbeat(STAGE, state, "1", self.context.step, "digest")
-        sign = changed(sign, **changes)
-        return (await Heartbeats(self.context, lambda member: None).heartbeat(sign, peer_id)).directive
+        beat = heartbeat(STAGE, state, "1", self.context.step, "digest")
+        beat = changed(beat, **changes)
+        return (await Heartbeats(self.context, lambda member: None).heartbeat(beat, peer_id)).directive
 
     def answer(self, peer_id: str, *microbatches: int) -> None:
         """These came back, and their routes led through the peer."""
@@ -49,7 +49,7 @@ class Peers:
             self.books.record(microbatch, 1.0, [hop] if self.context.members.counts(hop) else [])
 
     async def prepare(self) -> PreparedStage:
-        """Fails where the books have lost something, since nobody computes it again here."""
+        """Fails where the books have lost something, since no peer computes it again here."""
         async with asyncio.timeout(60.0):
             (stage,) = await Preparer(self.context).prepare(self.context.step, (STAGE,), self.books)
         await self.context.close()
@@ -65,7 +65,7 @@ def work_in(request: Prepare) -> list[tuple[str, list[int], bool]]:
 
 
 @pytest.mark.parametrize(("state", "step"), [("joining", 0), ("joining", 3), ("syncing", 3)])
-def test_who_was_told_to_serve_takes_part_with_its_work_before_it_has_said_that_it_serves(
+def test_a_peer_that_was_told_to_serve_takes_part_with_its_work_before_it_has_said_that_it_serves(
     state: str, step: int
 ) -> None:
     """Otherwise what it has computed counts as lost and is replayed, again and again, until its next heartbeat."""
@@ -88,7 +88,7 @@ def test_who_was_told_to_serve_takes_part_with_its_work_before_it_has_said_that_
 
 
 @pytest.mark.parametrize("line", ["up_bytes_per_s", "down_bytes_per_s"])
-def test_who_announces_a_narrow_line_adds_up_less(line: str) -> None:
+def test_a_peer_that_announces_a_narrow_line_adds_up_less(line: str) -> None:
     async def main() -> None:
         peers = Peers(step=3)
         for name, rate in (("a", 1e6), ("b", 1e6), ("narrow", 2e5)):
@@ -106,7 +106,7 @@ def test_who_announces_a_narrow_line_adds_up_less(line: str) -> None:
 def test_without_work_a_joining_peer_receives_as_a_member_and_a_syncing_one_as_a_listener(
     state: str, *, owns: bool
 ) -> None:
-    """A listener may still be fetching, although it was told to serve: nobody may wait for its part."""
+    """A listener may still be fetching, although it was told to serve: no member may wait for its part."""
 
     async def main() -> None:
         peers = Peers(step=3)
@@ -122,12 +122,12 @@ def test_without_work_a_joining_peer_receives_as_a_member_and_a_syncing_one_as_a
     asyncio.run(main())
 
 
-def test_the_work_of_a_peer_that_was_not_told_to_serve_is_nobodys() -> None:
+def test_the_work_of_a_peer_that_was_not_told_to_serve_does_not_count() -> None:
     async def main() -> None:
         peers = Peers(step=3)
         await peers.heartbeat("old", "serving")
-        sign = heartbeat(STAGE, "joining", "1", 0, "")
-        answer = await Heartbeats(peers.context, lambda member: None).heartbeat(sign, "new")
+        beat = heartbeat(STAGE, "joining", "1", 0, "")
+        answer = await Heartbeats(peers.context, lambda member: None).heartbeat(beat, "new")
         assert answer.directive is not Directive.SERVE
         peers.answer("new", 0, 1)
         peers.answer("old", 2, 3)

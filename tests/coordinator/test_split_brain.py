@@ -74,7 +74,7 @@ def test_a_coordinator_does_not_start_beside_one_that_has_its_term_and_takes_non
         ([("stage.0", "a", 2, 11), ("stage.1", "b", 2, 11)], False),
     ],
 )
-def test_a_journal_is_an_old_copy_if_those_who_know_are_further(
+def test_a_journal_is_an_old_copy_if_the_peers_that_know_are_further(
     listed: list[tuple[str, str, int, int]], *, is_stale: bool
 ) -> None:
     async def lookup(topic: str) -> dict[str, Any]:

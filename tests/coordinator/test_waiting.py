@@ -31,8 +31,8 @@ class Waiting:
         self.run = Run(self._context, cast(Any, SimpleNamespace(step=STEP)), cast(Any, None), min_peers=1)
 
     async def show(self, stage: int, state: str, step: int = STEP) -> None:
-        sign = heartbeat(stage, state, "1", step, "d")
-        self._context.members.heartbeat(f"p{stage}", sign, 0.0)
+        beat = heartbeat(stage, state, "1", step, "d")
+        self._context.members.heartbeat(f"p{stage}", beat, 0.0)
         await self._context.notify()
 
     async def looks(self) -> None:
@@ -51,10 +51,10 @@ class Waiting:
 @pytest.mark.parametrize("is_in_step", [False, True])
 @pytest.mark.parametrize("step", [STEP, STEP - 1])
 @pytest.mark.parametrize("state", ["paused", "draining"])
-def test_a_stage_whose_peers_rest_is_waited_for_and_that_is_told_once(
+def test_a_stage_whose_peers_take_no_work_is_waited_for_and_that_is_told_once(
     monkeypatch: pytest.MonkeyPatch, state: str, step: int, is_in_step: bool
 ) -> None:
-    """Between two steps and in the middle of one. The peer that rests has the run's state, or has missed a step."""
+    """Between two steps and in the middle of one. The peer that takes no work has the run's state, or missed a step."""
 
     async def main() -> None:
         waiting = Waiting()

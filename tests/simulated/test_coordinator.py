@@ -112,7 +112,7 @@ def test_a_coordinator_killed_many_times_at_any_instant(simulated: Make, referen
 
 
 def test_a_stopped_coordinator_goes_on_where_it_was(simulated: Make, references: References) -> None:
-    """It stood still for longer than peers expect an answer, and nobody is lost by its own standing still."""
+    """It stood still for longer than peers expect an answer, and no peer is lost because of that."""
     swarm = simulated(tiny())
     coordinator = start(swarm, num_peers=2 * NUM_STAGES)
     wait_step(swarm, 2)
@@ -240,7 +240,7 @@ def test_another_machine_takes_over_under_a_higher_term(simulated: Make, referen
 
 
 def test_two_coordinators_that_do_not_see_each_other_train_one_run(simulated: Make, references: References) -> None:
-    """The former one is cut off from everybody while another takes over; it comes back and is not obeyed."""
+    """The former one is cut off from all others while another takes over; it comes back and is not obeyed."""
     swarm = simulated(tiny("schedule.steps=8"))
     former = start(swarm, speed=0.1)
     wait_step(swarm, 3)
@@ -265,7 +265,7 @@ def test_two_coordinators_that_do_not_see_each_other_train_one_run(simulated: Ma
 
 
 def test_clocks_may_differ_by_seconds_and_for_a_while_by_an_hour(simulated: Make, references: References) -> None:
-    """Within what docs/network.md allows; somebody sets a clock wrongly, and right again."""
+    """Within what docs/network.md allows; an owner sets a clock wrongly, and right again."""
     swarm = simulated(tiny("schedule.steps=10"))
     coordinator = start(swarm, num_peers=2 * NUM_STAGES, speed=0.1)
     swarm.peers[0].machine.step_clock(8.0)

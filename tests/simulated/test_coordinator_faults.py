@@ -139,7 +139,7 @@ def test_a_peer_does_not_shun_its_neighbours_when_its_own_transport_was_away(tmp
 
 @pytest.mark.parametrize("phase", ["", "network"])
 def test_a_peer_that_starts_while_the_coordinator_is_away_waits_for_it_and_says_so(tmp_path: Path, phase: str) -> None:
-    """Without a phase, nobody of its invite answers; in the other case they do, and no coordinator is there."""
+    """Without a phase, no address of its invite answers; with one they do, but no coordinator is there."""
     with swarm_of(tiny(), tmp_path) as swarm:
         swarm.start_coordinator(min_peers=3)
         for stage in (0, 1):
@@ -179,7 +179,7 @@ def test_training_does_not_wait_for_a_slow_checkpoint(tmp_path: Path) -> None:
         swarm.until(lambda: swarm.step == 2, "two steps")
         slow_down(swarm, 0.03)
         coordinator.machine.disk_s = (
-            45.0  # a state is often written for longer than peers keep a copy that nobody asks for
+            45.0  # a state is often written for longer than peers keep a copy that is not asked for
         )
         swarm.run_for(5.0)
         began, step = swarm.now, swarm.step
@@ -233,7 +233,7 @@ def test_a_coordinator_on_an_old_copy_does_not_take_a_healthy_run_over(tmp_path:
 def test_a_coordinator_that_was_set_up_again_from_an_old_copy_ends_and_its_peers_keep_what_they_have(
     tmp_path: Path,
 ) -> None:
-    """In the place of the one that died, where peers look for it: nobody but they can tell it."""
+    """In the place of the one that died, where peers look for it: only they can tell it."""
     with swarm_of(tiny(schedule__steps=10), tmp_path) as swarm:
         swarm.start(num_peers=4)
         swarm.until(lambda: swarm.step == 2, "two steps")
