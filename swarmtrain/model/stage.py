@@ -6,7 +6,7 @@ the next stage, or on the last stage the loss, goes out. What crosses is (see bl
     subspace    c, the residual stream's coordinates: h = c Uᵀ + T[ids] is formed wherever a block reads
     projected   (h - T[ids]) U, computed at the boundary; lossless because every writer's columns lie in S
     dense       h itself
-    learned     (h - T[ids]) A, with an encoder A of the boundary's own; its decoder forms z D + T[ids] + anchor[ids].
+    learned     z = (h - T[ids]) Aᵀ, with the boundary's own encoder A; its decoder forms z Dᵀ + T[ids] + anchor[ids].
                 This is where information is lost, so the model is the one that was trained with these boundaries
 """
 
