@@ -191,7 +191,7 @@ def test_a_peer_that_hangs_without_knowing_it_costs_one_deadline(make_swarm: Mak
     swarm.until(serves(swarm, hung), "it serves again")
     ends_well(swarm)
     assert [name for name, _ in lost(swarm)] == [hung.name]
-    assert "has not said" in lost(swarm)[0][1]
+    assert "has not reported" in lost(swarm)[0][1]
 
 
 def test_the_only_peer_of_a_stage_may_hang_for_minutes_and_nothing_is_lost(make_swarm: MakeSwarm) -> None:
