@@ -85,7 +85,7 @@ def judge(member: Member, members: Members, run: Standing, book: StageBook) -> A
     if run.is_over:
         return Answer(Directive.LEAVE, "the run is complete")
     if member.must_sync:
-        return Answer(Directive.WAIT, "it has missed something that the others have")
+        return Answer(Directive.WAIT, "it was left out of a step, and must sync")
     if member.state == STALLED:  # it drops what it has and comes back, unless the run cannot do without it
         is_alone = not servers(members, member.stage, step)
         return Answer(Directive.SERVE if is_alone else Directive.WAIT, "its device does not answer")

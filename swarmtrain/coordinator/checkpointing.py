@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +18,12 @@ from swarmtrain.chain.state_transfer import Download, StateSource, SyncFailed
 from swarmtrain.checkpoint import Checkpoint, CheckpointWriter, latest, open_checkpoint, prune, set_aside
 from swarmtrain.codec import Direction, make_encoder
 from swarmtrain.coordinator.admission import StateOffer
-from swarmtrain.coordinator.checkpoint_fetch import CheckpointFetch
 from swarmtrain.coordinator.context import RunContext
-from swarmtrain.coordinator.loaded_stages import LoadedStages
 from swarmtrain.errors import HardwareError, StorageError
 from swarmtrain.model.buffers import StateLayout
 from swarmtrain.observe.events import CheckpointFailed, CheckpointWritten
 from swarmtrain.observe.faults import Point
+from swarmtrain.p2p.errors import NetError
 from swarmtrain.reduce.coding import gradient_spec
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.manifest import Manifest
@@ -29,6 +31,9 @@ from swarmtrain.wire.messages import ChunkDigests, Code, FetchDigests, FetchStat
 
 log = logging.getLogger(__name__)
 
+STALL_S = 90.0  # a fetch without a byte for this long is given up; a slow one is not
+WARM_S = 10.0  # how often keepers of a state that is not fetched yet are told that it is still wanted
+MAX_LOADED_BYTES = 1 << 30
 NO_SPACE = re.compile(r"no space left|quota exceeded", re.IGNORECASE)
 
 
@@ -128,6 +133,109 @@ class Checkpoints:
         if stage >= self._context.manifest.stages.count:
             raise Refusal(Code.WRONG_STAGE, "there is no such stage")
         return await self._loaded.get(self.newest, stage)
+
+
+class CheckpointFetch:
+    """Fetches the states of a checkpoint, one stage after the other, however slowly; gives up when nothing arrives."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._under_way: asyncio.Task[None] | None = None
+        self._stage = -1  # whose state is being fetched, or was fetched last
+
+    def give_up(self) -> None:
+        """Stop the download under way; its checkpoint fails. A download that is complete is not affected."""
+        if self._under_way is not None:
+            self._under_way.cancel()
+
+    @contextlib.contextmanager
+    def wanted(self, step: int, keepers: Sequence[Sequence[str]]) -> Iterator[None]:
+        """Meanwhile keepers of later stages are asked for one chunk: a peer drops a copy that is not asked for."""
+        self._stage = -1
+        warming = self._context.in_background(self._keep_warm(step, keepers))
+        try:
+            yield
+        finally:
+            warming.cancel()
+
+    async def fetch(self, download: Download, keepers: Sequence[str]) -> None:
+        """Download a whole state; SyncFailed if nothing arrives for STALL_S, or when it is given up."""
+        loop = asyncio.get_running_loop()
+        self._stage = download.stage
+        fetching = self._under_way = asyncio.create_task(download.run(keepers))
+        num_fetched, progress_at = 0, loop.time()
+        try:
+            while not (await asyncio.wait([fetching], timeout=WARM_S))[0]:
+                if download.num_fetched > num_fetched:
+                    num_fetched, progress_at = download.num_fetched, loop.time()
+                elif loop.time() - progress_at >= STALL_S:
+                    raise SyncFailed(f"nothing of stage {download.stage} has come for {STALL_S:g} s")
+            if fetching.cancelled():
+                raise SyncFailed("it was given up")
+            fetching.result()
+        finally:
+            self._under_way = None
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+
+    async def _keep_warm(self, step: int, keepers: Sequence[Sequence[str]]) -> None:
+        while True:
+            await asyncio.sleep(WARM_S)
+            later = [(stage, peer) for stage in range(self._stage + 1, len(keepers)) for peer in keepers[stage]]
+            await asyncio.gather(*(self._ask(peer, stage, step) for stage, peer in later))
+
+    async def _ask(self, keeper: str, stage: int, step: int) -> None:
+        last_chunk = len(StateLayout(self._context.manifest, stage).chunks()) - 1
+        request = FetchState(self._context.run_id, stage, step, last_chunk)
+        try:
+            await self._context.node.call(keeper, request, deadline_s=WARM_S, expect=StateChunk)
+        except NetError as error:
+            log.info("%s keeps a state that is still to be fetched, and does not answer: %s", keeper[-8:], error)
+
+
+class LoadedStages:
+    """Stages of a checkpoint in memory, for newcomers that fetch them chunk by chunk: loaded, hashed and checked once.
+
+    It keeps the stages that were asked for last, up to `max_bytes`; one is kept however large it is.
+    The digests of a stage's chunks are kept when the stage is not: one that is loaded again is not hashed again, since
+    a newcomer compares each chunk with the digest that it was given.
+    """
+
+    def __init__(self, max_bytes: int = MAX_LOADED_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._sources: OrderedDict[tuple[int, int], StateSource] = OrderedDict()  # by step and stage
+        self._chunks: dict[tuple[int, int], list[bytes]] = {}
+        self._loading = asyncio.Lock()
+
+    def clear(self) -> None:
+        """Drop everything: there is a newer checkpoint."""
+        self._sources.clear()
+        self._chunks.clear()
+
+    async def get(self, checkpoint: Checkpoint, stage: int) -> StateSource:
+        """The state of a stage. Concurrent requests wait for one load."""
+        key = checkpoint.step, stage
+        async with self._loading:
+            source = self._sources.get(key)
+            if source is None:
+                source = await world.in_thread(partial(_load, checkpoint, stage, self._chunks.get(key)))
+                self._keep(key, source)
+            self._sources.move_to_end(key)
+        return source
+
+    def _keep(self, key: tuple[int, int], source: StateSource) -> None:
+        assert source.known_digests is not None
+        self._sources[key], self._chunks[key] = source, source.known_digests
+        while len(self._sources) > 1 and self._num_bytes() > self._max_bytes:
+            self._sources.popitem(last=False)
+
+    def _num_bytes(self) -> int:
+        return sum(source.layout.num_bytes for source in self._sources.values())
+
+
+def _load(checkpoint: Checkpoint, stage: int, chunks: list[bytes] | None) -> StateSource:
+    stored = checkpoint.load(stage, known_digests=chunks)
+    return StateSource(stored.layout, checkpoint.step, checkpoint.basis_epoch, stored.buffers, stored.chunks)
 
 
 def explained(failure: Exception | None) -> str:

@@ -136,7 +136,7 @@ class RunContext:
 
     async def lose(self, member: Member, reason: str, *, must_sync: bool = False, has_left: bool = False) -> None:
         """Forget a peer and void its claims. `has_left`: it has said goodbye. `must_sync`: it may be alive, and must
-        fetch a state before it serves again."""
+        sync before it serves again."""
         current = self.members.get(member.peer_id)
         if current is not None and current.key == member.key:
             self.members.remove(member.peer_id, excluded_at=self.step if must_sync else None)

@@ -18,7 +18,7 @@ from swarmtrain.route.views import narrower
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import AskMove, Code, MoveAnswered, SeekStage, StageFound
 
-RESERVED_S = 120.0  # how long a peer that was sent somewhere is counted there before it has shown up
+RESERVED_S = 120.0  # how long a peer that was sent somewhere is counted there before its first heartbeat
 
 
 class Moves:
@@ -65,7 +65,7 @@ class Moves:
         return MoveAnswered(answer.granted, answer.why)
 
     def on_their_way(self) -> list[str]:
-        """Peers that were sent to a stage and have not shown up there yet."""
+        """Peers that were sent to a stage and have sent no heartbeat from there yet."""
         now = asyncio.get_running_loop().time()
         waiting = {**self._expected, **self._moving}
         return [peer_id for peer_id, (_, until) in waiting.items() if until > now]

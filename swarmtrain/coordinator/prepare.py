@@ -280,7 +280,7 @@ class Preparer:
         else:
             left_out = blame.attempt(members, answers)
         for member in left_out:
-            await context.lose(member, "the others of its stage cannot reduce with it", must_sync=True)
+            await context.lose(member, "other peers of its stage cannot reduce with it", must_sync=True)
 
     async def _correct(
         self, books: StepBooks, request: Prepare, members: list[Member], answers: Sequence[Reply]

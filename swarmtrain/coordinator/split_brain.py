@@ -36,13 +36,13 @@ class Superseded(SwarmtrainError):
     @classmethod
     def by(cls, other: Claim, own: Claim) -> Superseded:
         """The error with which a coordinator ends whose claim is `own`, when `other` coordinates."""
-        who = f"{other.peer_id[-8:]} coordinates"
+        subject = f"{other.peer_id[-8:]} coordinates"
         if other.peer_id == own.peer_id:
-            who = "another process with this coordinator's identity, on a copy of its directory, coordinates"
+            subject = "another process with this coordinator's identity, on a copy of its directory, coordinates"
         fix = "leave the run to it, or stop it first"
         if Known(other.term - 1, other.step).is_behind(own.term, own.step):
-            fix = "this one is further: the other ends when peers tell it so; then start this one again"
-        return cls(f"{who} this run under term {other.term}; this one's is {own.term}", fix=fix)
+            fix = "this coordinator is further: the other one ends when peers tell it so; then start this one again"
+        return cls(f"{subject} this run under term {other.term}; this coordinator's term is {own.term}", fix=fix)
 
 
 class StaleJournal(JournalError):
@@ -62,10 +62,10 @@ class Known:
         """Whether a peer that has applied `step` steps, the last in `term`, has seen steps that this journal lacks."""
         return term >= self.term and step > self.num_steps
 
-    def error(self, who: str, step: int) -> StaleJournal:
+    def error(self, subject: str, step: int) -> StaleJournal:
         """The error with which the coordinator ends."""
         return StaleJournal(
-            f"{who} at step {step}; this coordinator's journal ends at step {self.num_steps}: it is an old copy",
+            f"{subject} at step {step}; this coordinator's journal ends at step {self.num_steps}: it is an old copy",
             fix="start the coordinator on the newest copy of its directory; if there is no other, end all peers first, "
             "and this run goes on from its own last checkpoint",
         )

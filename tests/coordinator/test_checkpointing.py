@@ -15,8 +15,7 @@ from swarmtrain import checkpoint as checkpoint_module
 from swarmtrain.chain.state_transfer import StateSource
 from swarmtrain.checkpoint import Checkpoint, complete
 from swarmtrain.coordinator.admission import StageBook
-from swarmtrain.coordinator.checkpointing import Checkpoints
-from swarmtrain.coordinator.loaded_stages import LoadedStages
+from swarmtrain.coordinator.checkpointing import Checkpoints, LoadedStages
 from swarmtrain.model.buffers import StateLayout
 from swarmtrain.model.state import StageState
 from swarmtrain.observe.events import CheckpointFailed, Event
