@@ -302,7 +302,16 @@ DEFECTS = (
     ),
 )
 
-FOUND: dict[str, Found] = {}
+FOUND: dict[str, Found] = {
+    "initial-by-chance": Found(0, "step 1, stage 0: QtDMudqT has another state than its replicas"),
+    "unmarked": Found(1, "stage 0 does not end in the reference's bits"),
+    "answered-anew": Found(1, "stage 0 does not end in the reference's bits"),
+    "extra-stays": Found(4, "stage 0 does not end in the reference's bits"),
+    "unbalanced-books": Found(2, "step 1, stage 2: microbatches [0, 3] do not balance"),
+    "claims-survive": Found(10, "11.303 a daemon computes without end, in coordinator/books.py:75"),
+    "sum-survives": Found(10, "stage 0 does not end in the reference's bits"),
+    "step-not-awaited": Found(84, "stage 0 does not end in the reference's bits"),
+}
 
 
 def plant(defect: Defect, place: Path) -> None:
