@@ -2,30 +2,49 @@
 
 An all-reduce has no deadline, since links may be slow and gradients large; it has to make progress. Every member
 reports again and again how much it has received and which peers it waits for. A member without reports is given up: a
-straggler may not know that it is one. When no byte has moved at any member for a while, the attempt has stalled, and
-the members' last reports say which peers they wait for.
+straggler may not know that it is one. How much has to move follows from the bytes of the all-reduce and from how long
+it should take (`Pace`). When no member has moved that much for a while, the attempt has stalled, and the members' last
+reports say which peers they wait for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from swarmtrain.wire.messages import Preparing, Unprepared
 
 SILENT_S = 30.0  # a member without a report for this long is given up; longer than it may wait for its step
 STALL_S = 30.0  # an attempt in which no byte moves for this long has failed
-MIN_MOVED_BYTES = 4096  # over all members: less than this in STALL_S is no progress
+MIN_MOVED_BYTES = 4096  # less than this in STALL_S is no progress, whatever the pace
+SLOW_FACTOR = 32.0  # so much slower than expected is no progress; background traffic may be left a sixteenth of a line
 COMPUTE_S = 120.0  # a member may report for this long in an attempt that its device is at work
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What an all-reduce moves to one member, and how long that should take by announced rates and former attempts."""
+
+    num_bytes: float = 0.0
+    expected_s: float = 0.0  # 0: nothing is known
+
+    @property
+    def least_bytes(self) -> float:
+        """What one member at least must have moved for STALL_S to count as progress."""
+        if not self.expected_s:
+            return MIN_MOVED_BYTES
+        return max(MIN_MOVED_BYTES, self.num_bytes * STALL_S / (SLOW_FACTOR * max(self.expected_s, STALL_S)))
 
 
 class AttemptWatch:
     """The members of one attempt that have not answered yet."""
 
-    def __init__(self, peers: Iterable[str], now: float) -> None:
+    def __init__(self, peers: Iterable[str], now: float, pace: Pace | None = None) -> None:
         self._heard_at = dict.fromkeys(peers, now)
         self._reports: dict[str, Preparing] = {}
         self._started_at = self._moved_at = now
-        self._marked_bytes = 0
+        self._least_bytes = (pace or Pace()).least_bytes
+        self._marked_bytes = dict.fromkeys(self._heard_at, 0)
 
     def heard(self, peer_id: str, report: Preparing, now: float) -> None:
         """A member has reported its progress."""
@@ -33,10 +52,10 @@ class AttemptWatch:
             return
         known = self._reports.get(peer_id)
         self._heard_at[peer_id], self._reports[peer_id] = now, report
-        moved = sum(item.moved_bytes for item in self._reports.values())
         has_turned = known is None or known.is_computing is not report.is_computing
-        if has_turned or moved >= self._marked_bytes + MIN_MOVED_BYTES:
-            self._marked_bytes, self._moved_at = moved, now
+        if has_turned or report.moved_bytes >= self._marked_bytes[peer_id] + self._least_bytes:
+            self._moved_at = now
+            self._marked_bytes.update((name, item.moved_bytes) for name, item in self._reports.items())
 
     def answered(self, peer_id: str, now: float) -> None:
         """A member has given its final answer."""
@@ -73,4 +92,4 @@ class AttemptWatch:
         suspects = report.missing if lacks_shares else report.unanswered
         if not suspects and not report.unanswered:
             return None
-        return Unprepared(b"", suspects, f"nothing has moved for {STALL_S:.0f} s")
+        return Unprepared(b"", suspects, f"next to nothing has moved for {STALL_S:.0f} s")

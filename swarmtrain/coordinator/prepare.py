@@ -11,12 +11,13 @@ from itertools import accumulate
 import numpy as np
 
 from swarmtrain.coordinator.admission import MAX_SERVING, servers
-from swarmtrain.coordinator.attempt_watch import SILENT_S, AttemptWatch
+from swarmtrain.coordinator.attempt_watch import SILENT_S, AttemptWatch, Pace
 from swarmtrain.coordinator.blame import Blame, Reply
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.model.buffers import StateLayout
+from swarmtrain.model.reduce_bytes import reduce_bytes
 from swarmtrain.observe.events import PrepareFailed, StagePrepared
 from swarmtrain.p2p.errors import HostDownError, NetError
 from swarmtrain.reduce.coding import stage_elements
@@ -98,7 +99,7 @@ class Preparer:
             requests = self._requests(step, self._attempts, sides, compressed)
             listeners = [self._tell_listeners(side, requests[side.stage]) for side in sides]
             asked = [(member, requests[side.stage]) for side in sides for member in side.members]
-            answers = await self._ask_all(asked)
+            answers = await self._ask_all(asked, self._pace(sides))
             found = [_agreed(answers[where]) for where in _slices(sides)]
             if all(item is not None for item in found):
                 for side in sides:
@@ -203,13 +204,25 @@ class Preparer:
             for (member, shares), elements in zip([*members, *listeners], [*owned, *[0] * len(listeners)], strict=True)
         )
 
-    async def _ask_all(self, asked: list[tuple[Member, Prepare]]) -> list[Reply]:
+    def _pace(self, sides: list[_Side]) -> Pace:
+        """What one member should receive in this attempt, and how fast. Of a group: the least, and the slowest."""
+        manifest, received, expected_s = self._context.manifest, [], []
+        for side in sides:
+            num_peers = len(side.members)
+            received.append(
+                reduce_bytes(manifest, self._layouts[side.stage].plan).of_group(num_peers) * (1 - 1 / max(1, num_peers))
+            )
+            rates = [min(rate for rate in member.rates if rate) for member in side.members if any(member.rates)]
+            expected_s += [self._compression.measured_s(side.stage), *(received[-1] / rate for rate in rates)]
+        return Pace(min(received), max(expected_s))
+
+    async def _ask_all(self, asked: list[tuple[Member, Prepare]], pace: Pace) -> list[Reply]:
         """All answers. The first failure ends the attempt, and so does a silent member or a stall.
 
         After a failure the other members have FAILURE_GRACE_S to answer; a member that was not waited for has None.
         """
         loop = asyncio.get_running_loop()
-        watch = AttemptWatch([member.peer_id for member, _ in asked], loop.time())
+        watch = AttemptWatch([member.peer_id for member, _ in asked], loop.time(), pace)
         tasks = {
             asyncio.create_task(self._ask(member, request, _listener(watch, member))): member
             for member, request in asked

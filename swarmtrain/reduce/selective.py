@@ -49,6 +49,10 @@ class StageCompression:
             stage for stage in stages_to_compress(stages) if not self._is_outdated(stage, compressed=False)
         )
 
+    def measured_s(self, stage: int) -> float:
+        """How long the slower kind of this stage's all-reduce took of late; 0 if none has ended."""
+        return max(self._exact_s.get(stage, 0.0), self._compressed_s.get(stage, 0.0))
+
     def took(self, stage: int, seconds: float, *, compressed: bool) -> None:
         """An all-reduce of `stage` has ended."""
         times = self._compressed_s if compressed else self._exact_s

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from swarmtrain.coordinator.attempt_watch import COMPUTE_S, MIN_MOVED_BYTES, SILENT_S, STALL_S, AttemptWatch
+import pytest
+
+from swarmtrain.coordinator.attempt_watch import (
+    COMPUTE_S,
+    MIN_MOVED_BYTES,
+    SILENT_S,
+    SLOW_FACTOR,
+    STALL_S,
+    AttemptWatch,
+    Pace,
+)
 from swarmtrain.wire.messages import Preparing
 
 LONG_S = 10 * STALL_S
@@ -74,3 +84,37 @@ def test_a_trickle_is_no_progress() -> None:
     for now in range(1, int(STALL_S) + 5):
         watch.heard("a", report(now * 10, missing="b"), float(now))
     assert watch.has_stalled(STALL_S + 4.0)
+
+
+EXPECTED_S = 4 * STALL_S
+LARGE = Pace(200e6, EXPECTED_S)  # 200 MB in two minutes
+
+
+def moved_at(watch: AttemptWatch, bytes_per_s: float, seconds: float, peers: str = "ab") -> bool:
+    """Whether an attempt whose members move so much is still under way after so many seconds."""
+    now = 0.0
+    while now < seconds and not watch.has_stalled(now):
+        now += 5.0
+        for peer in peers:
+            watch.heard(peer, report(int(now * bytes_per_s), missing="b"), now)
+    return not watch.has_stalled(now)
+
+
+def test_ten_times_slower_than_expected_is_still_progress() -> None:
+    assert moved_at(AttemptWatch("ab", 0.0, LARGE), LARGE.num_bytes / EXPECTED_S / 10, 10 * EXPECTED_S)
+
+
+@pytest.mark.parametrize("peers", ["a", "ab", "abcdefgh"])
+def test_a_pace_at_which_it_would_take_hours_is_no_progress_however_many_share_it(peers: str) -> None:
+    usual = LARGE.num_bytes / EXPECTED_S
+    assert not moved_at(AttemptWatch(peers, 0.0, LARGE), usual / (2 * SLOW_FACTOR), 10 * EXPECTED_S, peers)
+
+
+def test_control_the_same_bytes_are_progress_where_no_rate_is_known() -> None:
+    usual = LARGE.num_bytes / EXPECTED_S
+    assert moved_at(AttemptWatch("ab", 0.0, Pace(LARGE.num_bytes)), usual / (2 * SLOW_FACTOR), 10 * EXPECTED_S)
+
+
+def test_a_small_all_reduce_that_once_took_no_time_may_take_minutes() -> None:
+    small = Pace(1e6, 0.01)
+    assert moved_at(AttemptWatch("ab", 0.0, small), small.num_bytes / (8 * STALL_S), 8 * STALL_S)

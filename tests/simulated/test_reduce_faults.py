@@ -153,6 +153,23 @@ def test_an_all_reduce_over_slow_lines_takes_minutes_and_keeps_both_replicas(mak
     assert not swarm.happened("prepare_failed")
 
 
+@pytest.mark.parametrize("narrow", ["uplink", "downlink"])
+def test_a_straggler_whose_bytes_only_trickle_is_left_out(make_swarm: MakeSwarm, narrow: str) -> None:
+    """At its pace a step would take hours, although bytes move all the time."""
+    larger = ("model.hidden_size=64", "model.ffn_size=256", "model.vocab_size=2048")
+    swarm = make_swarm(*run(2, 4, *larger))
+    swarm.start_coordinator(min_peers=4)
+    swarm.start_peer("first", 0)
+    straggler, *others = [swarm.start_peer(f"last{index}", 1) for index in range(3)]
+    swarm.until(lambda: swarm.step >= 1, "a step")
+    for other in others:
+        pair = (straggler.name, other.name) if narrow == "uplink" else (other.name, straggler.name)
+        swarm.network.line(*pair).bytes_per_s = 400.0
+    swarm.until(lambda: bool(lost(swarm)), "it is left out")
+    ends_well(swarm, limit_s=7200.0)
+    assert {name for name, _ in lost(swarm)} == {straggler.name}
+
+
 @pytest.mark.parametrize("seed", ["1", *(pytest.param(seed, marks=pytest.mark.long) for seed in ("2", "3"))])
 @pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_peer_whose_device_hangs_costs_one_deadline_and_comes_back_when_it_answers(
