@@ -131,6 +131,13 @@ class ScheduleSection:
     warmup_steps: int = key("linear rise to the peak", default=0, low=0, high=10**9)
     decay: str = key("shape after the warm-up", default="cosine", choices=("cosine", "linear", "constant"))
     final_fraction: float = key("of the peak, at the last step", default=0.1, low=0.0, high=1.0)
+    delay: int = key(
+        "steps by which microbatches' weights lag: 0 = none, 1 = all-reduce in the background", default=0, low=0, high=1
+    )
+    delay_from: int = key(
+        "first step whose weights lag; early steps suffer most from a delay", default=0, low=0, high=10**9
+    )
+    predict: bool = key("delay: compute with the weights plus their last change", default=False)
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,19 @@ class Manifest:
     def is_checkpoint(self, step: int) -> bool:
         """Whether checkpoint.every asks for a checkpoint of the state after `step` steps."""
         return self.checkpoint.every > 0 and step % self.checkpoint.every == 0
+
+    def weights_step(self, step: int) -> int:
+        """How many steps have been applied to the weights that every microbatch of step `step` (0-based) sees.
+
+        Without a delay all before it. A checkpoint is a barrier: its step sees the checkpoint's state.
+        """
+        if step < self.schedule.delay_from:
+            return step
+        return max(self.last_checkpoint(step), step - self.schedule.delay)
+
+    def last_checkpoint(self, step: int) -> int:
+        """The newest step at or before `step` of whose state checkpoint.every asks for a checkpoint; 0 at first."""
+        return step - step % self.checkpoint.every if self.checkpoint.every else 0
 
     def basis_epoch(self, step: int) -> int:
         """How often the subspace has moved when `step` steps are applied."""

@@ -80,7 +80,15 @@ def test_every_key_changes_the_digest() -> None:
         "batch": {"sequences_per_microbatch": "3", "microbatches_per_step": "5", "accumulate": '"float"'},
         "optimizer": {"learning_rate": "1.0", "beta1": "0.8", "beta2": "0.9", "epsilon": "1e-9", "weight_decay": "0.0"}
         | {"clip_norm": "2.0", "kind": '"muon"', "momentum": "0.9", "adamw_rate": "0.2"},
-        "schedule": {"steps": "7", "warmup_steps": "3", "decay": '"linear"', "final_fraction": "0.2"},
+        "schedule": {
+            "steps": "7",
+            "warmup_steps": "3",
+            "decay": '"linear"',
+            "final_fraction": "0.2",
+            "delay": "1",
+            "delay_from": "3",
+            "predict": "true",
+        },
         "validation": {"every": "3", "microbatches": "2"},
         "checkpoint": {"every": "3", "keep": "2"},
     }
