@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from swarmtrain.model.blocks import Block, Matrix, Read, RMSNorm, rotary_table
 from swarmtrain.model.cache import StageCache
 from swarmtrain.model.layout import StagePlan
+from swarmtrain.model.loss import head_loss
 from swarmtrain.run.manifest import Manifest
 
 
@@ -98,6 +99,14 @@ class Stage(nn.Module):
 
     def logits(self, ids: Tensor, boundary: Tensor | None, cache: StageCache | None = None) -> Tensor:
         """The last stage's scores (t, v); with a cache as in `forward`."""
+        return F.linear(self._final(ids, boundary, cache), self._head_weight())
+
+    def loss(self, ids: Tensor, targets: Tensor, boundary: Tensor | None) -> Tensor:
+        """Mean cross-entropy over the microbatch's tokens; targets is (s, n)."""
+        return head_loss(self._final(ids, boundary), self._head_weight(), targets.reshape(-1))
+
+    def _final(self, ids: Tensor, boundary: Tensor | None, cache: StageCache | None = None) -> Tensor:
+        """What the head multiplies, (t, d)."""
         stream, read = self._enter(ids, boundary)
         constrained = [layer for layer in self.plan.layers if not self.plan.is_tail(layer)]
         stream = self._run(stream, read, constrained, ids.shape, cache)
@@ -105,12 +114,8 @@ class Stage(nn.Module):
         self.exit_state = h if torch.is_grad_enabled() else None
         tail = [layer for layer in self.plan.layers if self.plan.is_tail(layer)]
         h = self._run(h, _as_it_is, tail, ids.shape, cache)
-        h = self.final_norm(h)
-        return F.linear(h, self._tied_head()) if self.model.tie_embeddings else self.head(h)
-
-    def loss(self, ids: Tensor, targets: Tensor, boundary: Tensor | None) -> Tensor:
-        """Mean cross-entropy over the microbatch's tokens; targets is (s, n)."""
-        return F.cross_entropy(self.logits(ids, boundary), targets.reshape(-1))
+        normed: Tensor = self.final_norm(h)
+        return normed
 
     def _run(
         self, stream: Tensor, read: Read, layers: list[int] | range, shape: torch.Size, cache: StageCache | None = None
@@ -152,8 +157,11 @@ class Stage(nn.Module):
         assert self.basis is not None
         return (stream - F.embedding(ids.reshape(-1), self.table)) @ self.basis  # (t, k)
 
-    def _tied_head(self) -> Tensor:
-        """The embedding as the head's weight, (v, d)."""
+    def _head_weight(self) -> Tensor:
+        """(v, d); of a tied head, made of the embedding."""
+        if not self.model.tie_embeddings:
+            weight: Tensor = self.head.weight
+            return weight
         if self.kind == "dense":
             return self.embedding.weight
         assert self.table is not None
