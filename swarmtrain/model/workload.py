@@ -39,6 +39,9 @@ class Workload:
     tokens: int  # per microbatch
     batch: int  # microbatches per optimizer step
     checkpoint_every: int  # steps; 0: only at the end
+    steps: int = 1  # of the whole run
+    delay: int = 0  # steps by which the weights lag: 1 hides the all-reduce behind the next step
+    delay_from: int = 0
 
     @property
     def mean_tflop(self) -> float:
@@ -73,6 +76,9 @@ def workload_of(manifest: Manifest) -> Workload:
         tokens=tokens,
         batch=batch.microbatches_per_step,
         checkpoint_every=manifest.checkpoint.every,
+        steps=manifest.schedule.steps,
+        delay=manifest.schedule.delay,
+        delay_from=manifest.schedule.delay_from,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 from swarmtrain.route.policies import RouterOptions
 from swarmtrain.route.router import Router
@@ -33,9 +34,11 @@ class Leases:
             rng=random.Random(f"leases {scenario.seed}"),
             options=RouterOptions(bytes_in=bytes_in, bytes_out=bytes_out),
         )
+        self.on_all_given: Callable[[], None] = lambda: None
         self.num_given = 0
         self._in_flight = 0
-        self._unleased = scenario.batch
+        self._unleased = 0
+        self._step = 0
         self.homeless: list[Microbatch] = []  # leases whose owners were lost: they go first
         self._waiting: Counter[int] = Counter()  # of each peer of stage 0: leases whose forward it has not done yet
         self._retry_at = -1.0
@@ -44,10 +47,15 @@ class Leases:
         """The directory has new records."""
         self._router.update_peers(self._world.directory.snapshots[0])
 
-    def open_step(self) -> None:
+    @property
+    def are_all_given(self) -> bool:
+        """Whether the newest step has no microbatch left to lease."""
+        return self._unleased == 0
+
+    def open_step(self, step: int) -> None:
         """The next step: `batch` microbatches to lease."""
         self._unleased = self._world.scenario.batch
-        self.fill()
+        self._step = step
 
     def fill(self) -> None:
         """Start microbatches until none are left or the window (at least two per peer) is full."""
@@ -111,10 +119,13 @@ class Leases:
         if self.homeless:
             microbatch = self.homeless.pop()
         else:
-            self._unleased -= 1
             self._in_flight += 1
             self.num_given += 1
-            microbatch = Microbatch(self.num_given, self._world.scenario.num_stages, self._world.engine.now)
+            microbatch = Microbatch(self.num_given, self._world.scenario.num_stages, self._world.engine.now, self._step)
+            if self._world.scenario.batch:
+                self._unleased -= 1
+                if not self._unleased:
+                    self.on_all_given()
         self._hand(microbatch, owner)
 
     def _hand(self, microbatch: Microbatch, owner: SimPeer) -> None:

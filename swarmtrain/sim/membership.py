@@ -51,7 +51,7 @@ class Membership:
         if self._scenario.rebalance == "queue":
             self._world.engine.after(self._scenario.rebalance_period_s, self._queue_rule)
         self._start_churn()
-        self._leases.open_step()
+        self._steps.start()
 
     def _start_churn(self) -> None:
         engine, scenario = self._world.engine, self._scenario
@@ -236,7 +236,7 @@ class Membership:
 
     def _drained(self, peer: SimPeer) -> None:
         """The old stage's work is done: wait for the rest of the new stage's state."""
-        owes = (peer.accumulated or peer.replaying) and not self._steps.may_leave()
+        owes = peer.owes_gradient() and not self._steps.may_leave()
         if peer.state != "draining" or owes:
             return
         peer.forget_work()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections import Counter
 
 from swarmtrain.sim.peer import Job, Microbatch, SimPeer
 
 # How a live machine spends its time. All but the first two are idle time, by cause.
-CAUSES = ("useful", "wasted", "wire", "no work", "barrier", "draining", "syncing")
+CAUSES = ("useful", "wasted", "wire", "no work", "all-reduce", "draining", "syncing")
 
 
 class Meters:
@@ -26,8 +27,9 @@ class Meters:
         self.queue_sum_s = 0.0
         self.bytes_sent = 0.0
         self.trace_digest = 0
-        self._barrier_since: float | None = None
-        self._barrier_total_s = 0.0
+        # Where leases begin or end to wait for an all-reduce, in turns, and how long they had waited until there.
+        self._turns: list[float] = [0.0]
+        self._waited_s: list[float] = [0.0]
 
     def count(self, name: str, now: float) -> None:
         """One event of this name."""
@@ -61,13 +63,27 @@ class Meters:
         if end > start:
             self.seconds[cause] += end - start
 
-    def barrier(self, begins: bool, now: float) -> None:
-        """The optimizer step begins or ends: machines that idle meanwhile idle because of it."""
-        if begins:
-            self._barrier_since = now
-        elif self._barrier_since is not None:
-            self._barrier_total_s += now - max(self._barrier_since, self.warmup_s)
-            self._barrier_since = None
+    def waiting_for_all_reduce(self, begins: bool, now: float) -> None:
+        """Leases begin, or end, to wait for an all-reduce: machines without work meanwhile have none because of it."""
+        if begins is not self._is_waiting(len(self._turns)):
+            self._waited_s.append(self._waited_until(now))
+            self._turns.append(now)
+
+    def had_no_work(self, start: float, end: float) -> None:
+        """A machine had no work; as far as leases waited for an all-reduce meanwhile, that is the cause."""
+        start = max(start, self.warmup_s)
+        if end > start:
+            waited_s = self._waited_until(end) - self._waited_until(start)
+            self.seconds["all-reduce"] += waited_s
+            self.seconds["no work"] += end - start - waited_s
+
+    def _is_waiting(self, num_turns: int) -> bool:
+        return num_turns % 2 == 0
+
+    def _waited_until(self, moment: float) -> float:
+        num_turns = bisect_right(self._turns, moment)
+        waited_s = self._waited_s[num_turns - 1]
+        return waited_s + (moment - self._turns[num_turns - 1] if self._is_waiting(num_turns) else 0.0)
 
     def idle_ended(self, peer: SimPeer, job: Job | None, now: float) -> None:
         """Split an idle interval: the job that ended it was on the wire, and before that no job had been sent."""
@@ -77,6 +93,6 @@ class Meters:
         if job is not None and job.sent_at < now:
             wire_from = max(start, job.sent_at)
             self.spent("wire", wire_from, now)
-            self.spent("no work", start, wire_from)
+            self.had_no_work(start, wire_from)
         else:
-            self.spent("no work", start, now)
+            self.had_no_work(start, now)

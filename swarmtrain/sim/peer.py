@@ -23,12 +23,14 @@ class Microbatch:
         "ready",
         "route",
         "started_at",
+        "step",
         "stolen_in",
         "token",
     )
 
-    def __init__(self, number: int, num_stages: int, now: float) -> None:
+    def __init__(self, number: int, num_stages: int, now: float, step: int = 0) -> None:
         self.number = number
+        self.step = step
         self.started_at = now
         self.queue_s = 0.0  # spent in queues
         self.route: list[SimPeer | None] = [None] * num_stages
@@ -78,6 +80,7 @@ class SimPeer:
         "accumulated",
         "available_from",
         "busy",
+        "down_booked_s",
         "down_free",
         "down_rate",
         "held",
@@ -102,6 +105,7 @@ class SimPeer:
         "state_since",
         "synced_at",
         "target",
+        "up_booked_s",
         "up_free",
         "up_rate",
     )
@@ -125,8 +129,10 @@ class SimPeer:
         self.synced_at = 0.0  # when a moving peer has fetched the state of its new stage
         self.record_until = 0.0
         self.incarnation = 0
-        self.up_free = 0.0
+        self.up_free = 0.0  # when the line has sent all boundary traffic that was put on it
         self.down_free = 0.0
+        self.up_booked_s = 0.0  # of line time, for all boundary traffic ever
+        self.down_booked_s = 0.0
         self.jobs: list[tuple[int, int, int, Job]] = []
         self.incoming: list[tuple[float, int, Job]] = []  # a heap of messages that were under way at the last look
         self.num_forward = 0  # in the queue
@@ -134,8 +140,9 @@ class SimPeer:
         self.busy = False
         self.idle_since = 0.0
         self.held: dict[Microbatch, int] = {}
-        self.accumulated = 0  # microbatches of the current step in its gradient sum
-        self.replaying = 0  # replayed pieces that it computes for a lost peer
+        # Of the open steps, of which there are at most two: the even and the odd one.
+        self.accumulated = [0, 0]  # microbatches in its gradient sum
+        self.replaying = [0, 0]  # replayed pieces that it computes for a lost peer
         self.router: Router | None = None
 
     def forget_work(self) -> None:
@@ -145,8 +152,8 @@ class SimPeer:
         self.held = {}
         self.num_forward = self.num_stealable = 0
         self.busy = False
-        self.accumulated = 0
-        self.replaying = 0
+        self.accumulated = [0, 0]
+        self.replaying = [0, 0]
         self.incarnation += 1
 
     def push(self, job: Job, sequence: int, order: str) -> None:
@@ -179,6 +186,18 @@ class SimPeer:
         self.num_forward -= 1
         self.num_stealable -= 1
         return last[3]
+
+    def owes_gradient(self) -> bool:
+        """Whether an open step needs what it has computed."""
+        return any(self.accumulated) or any(self.replaying)
+
+    def up_idle_s(self, now: float) -> float:
+        """For how long, ever, its uplink has carried no boundary traffic."""
+        return now - self.up_booked_s + (self.up_free - now if self.up_free > now else 0.0)
+
+    def down_idle_s(self, now: float) -> float:
+        """For how long, ever, its downlink has carried no boundary traffic."""
+        return now - self.down_booked_s + (self.down_free - now if self.down_free > now else 0.0)
 
     def load_s(self, cost: float) -> float:
         """Compute time of both passes of everything it holds."""

@@ -78,16 +78,16 @@ class Pipeline:
         now = self.engine.now
         self.processors.enqueue(owner, Job(FORWARD, microbatch, 0, microbatch.token[0], now, now))
 
-    def replay_piece(self, stage: int, peer: SimPeer) -> None:
-        """Recompute one stage of a finished microbatch: its gradient was lost with its peer."""
-        peer.replaying += 1
+    def replay_piece(self, stage: int, peer: SimPeer, step: int) -> None:
+        """Recompute one stage of a finished microbatch of a step: its gradient was lost with its peer."""
+        peer.replaying[step & 1] += 1
         arrival = self.engine.now + 2.0 * self.num_bytes / min(peer.up_rate, peer.down_rate) + 4.0 * peer.latency_s
-        self.engine.at(arrival, self._replay_arrives, stage, peer, peer.incarnation)
+        self.engine.at(arrival, self._replay_arrives, stage, peer, peer.incarnation, step)
 
-    def _replay_arrives(self, stage: int, peer: SimPeer, incarnation: int) -> None:
+    def _replay_arrives(self, stage: int, peer: SimPeer, incarnation: int, step: int) -> None:
         if peer.incarnation == incarnation:
             now = self.engine.now
-            self.processors.enqueue(peer, Job(REPLAY, Microbatch(0, 0, now), stage, 0, now, now))
+            self.processors.enqueue(peer, Job(REPLAY, Microbatch(0, 0, now, step), stage, 0, now, now))
 
     def peer_lost(self, peer: SimPeer) -> None:
         """The machine has died with everything it held; its callers notice after some missed heartbeats."""
@@ -184,9 +184,12 @@ class Pipeline:
         """The time of arrival. Each link is busy for its own share of the time; the slower one decides."""
         num_bytes, now = self.num_bytes, self.engine.now
         up_free, down_free = source.up_free, target.down_free
-        up_free = (up_free if up_free > now else now) + num_bytes / source.up_rate
-        down_free = (down_free if down_free > now else now) + num_bytes / target.down_rate
+        up_s, down_s = num_bytes / source.up_rate, num_bytes / target.down_rate
+        up_free = (up_free if up_free > now else now) + up_s
+        down_free = (down_free if down_free > now else now) + down_s
         source.up_free, target.down_free = up_free, down_free
+        source.up_booked_s += up_s
+        target.down_booked_s += down_s
         self.meters.sent(num_bytes, now)
         latency_s = source.latency_s + target.latency_s + self._backbone_latency_s
         return (up_free if up_free > down_free else down_free) + latency_s
@@ -300,7 +303,7 @@ class Pipeline:
     def _backward_done(self, peer: SimPeer, job: Job) -> None:
         microbatch, stage = job.microbatch, job.stage
         microbatch.ready[stage] = True
-        peer.accumulated += 1
+        peer.accumulated[microbatch.step & 1] += 1
         peer.held.pop(microbatch, None)
         if stage == 0:
             self.meters.finished(microbatch, self.engine.now)

@@ -12,10 +12,10 @@ from typing import Any
 
 from swarmtrain.errors import UsageError
 from swarmtrain.model.workload import Workload
+from swarmtrain.sim.all_reduce import all_reduce_seconds
 from swarmtrain.sim.bound import Machine, StageKind, throughput_bound
 from swarmtrain.sim.peer import SimPeer
 from swarmtrain.sim.profiles import GAMING_GPU, MAX_MACHINES, PeerProfile
-from swarmtrain.sim.steps import all_reduce_seconds
 
 DAY_S = 86400.0
 BACKBONE_S = 0.03  # one way between two providers, as in a scenario

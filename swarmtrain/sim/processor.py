@@ -18,7 +18,7 @@ class Processors:
         scenario = world.scenario
         self.on_forward_done: Callable[[SimPeer, Job, float], None] = lambda peer, job, began_at: None
         self.on_backward_done: Callable[[SimPeer, Job], None] = lambda peer, job: None
-        self.on_replayed: Callable[[], None] = lambda: None
+        self.on_replayed: Callable[[int], None] = lambda step: None
         self.on_refusal: Callable[[SimPeer, Job, str], None] = lambda peer, job, why: None
         self.on_running_out: Callable[[SimPeer], None] = lambda peer: None
         self._engine = world.engine
@@ -130,9 +130,9 @@ class Processors:
         microbatch, stage, kind = job.microbatch, job.stage, job.kind
         if kind == REPLAY:
             meters.spent("wasted", began_at, now)
-            peer.accumulated += 1
-            peer.replaying -= 1
-            self.on_replayed()
+            peer.accumulated[microbatch.step & 1] += 1
+            peer.replaying[microbatch.step & 1] -= 1
+            self.on_replayed(microbatch.step)
         elif microbatch not in peer.held or microbatch.token[stage] != job.token:
             meters.spent("wasted", began_at, now)
         else:

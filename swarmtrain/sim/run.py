@@ -144,7 +144,7 @@ class Simulation:
         """Account for what machines were doing when the simulation ended."""
         for peer in self.peers:
             if peer.state == "serving" and not peer.busy:
-                self.meters.spent("no work", peer.idle_since, end)
+                self.meters.had_no_work(peer.idle_since, end)
             elif peer.state in ("syncing", "draining") and not peer.busy:
                 self.meters.spent(peer.state, max(peer.state_since, peer.idle_since), end)
 

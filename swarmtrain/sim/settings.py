@@ -66,6 +66,9 @@ def with_workload(scenario: Scenario, workload: Workload) -> Scenario:
         stage_costs=workload.costs,
         boundary_bytes=workload.boundary_bytes,
         batch=workload.batch,
+        delay=workload.delay,
+        delay_from=workload.delay_from,
+        checkpoint_every=workload.checkpoint_every,
         gradient_bytes=tuple(stage.reduced.whole for stage in workload.stages),
         gradient_bytes_per_peer=tuple(stage.reduced.per_peer for stage in workload.stages),
     )
