@@ -1,13 +1,13 @@
 """p2pd's control messages, and small calls between hosts over its persistent connection.
 
-A call is one request and one answer, below 4 MiB, with a deadline: for the directory only, everything else goes over
-raw streams. The connection is also the lifeline of p2pd, which ends when its last persistent connection closes.
-hivemind's own client for it can lose its reading task, after which no call is ever answered, and it does not notice
-p2pd's death; this one fails all calls at once.
+A call is one request and one answer, below 4 MiB, with a deadline. Only the directory uses calls; everything else goes
+over raw streams. The connection also keeps p2pd alive, which ends when its last persistent connection closes.
+hivemind's own client can lose its reading task, after which no call is ever answered, and it does not notice p2pd's
+death; this client fails all calls at once.
 
-A control message travels as a varint length and a protobuf message. The message types are those of the installed
-hivemind, taken from their one generated file: importing the package itself would cost every daemon 60 MB and a second
-for an averager and an optimizer that it does not use.
+A control message is a varint length and a protobuf message. The message types come from the generated file of the
+installed hivemind: importing the package itself would cost every daemon 60 MB and a second, for an averager and an
+optimizer that it does not use.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from swarmtrain.p2p.network import CallHandler
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 16 * 2**20  # what we read from p2pd; LIST_PEERS of some ten thousand peers
+MAX_MESSAGE_BYTES = 16 * 2**20  # of one message from p2pd; LIST_PEERS with some ten thousand peers
 MAX_PAYLOAD_BYTES = 3 * 2**20  # p2pd drops calls and answers above 4 MiB, answers silently
 MAX_CALLS_BEING_ANSWERED = 256
+MAX_BYTES_BEING_ANSWERED = 32 * 2**20  # of their requests, and of answers that p2pd has not read yet
 
 
 def hivemind_directory() -> Path:
-    """Where hivemind is installed; raises P2pdUnusableError if it is not. Does not import it."""
+    """The directory of the installed hivemind, without importing it; raises P2pdUnusableError if there is none."""
     spec = importlib.util.find_spec("hivemind")
     if spec is None or not spec.submodule_search_locations:
         raise P2pdUnusableError(Path("p2pd"), "hivemind, which brings it, is not installed")
@@ -54,7 +55,7 @@ p2pd_pb2 = _load_message_types()
 
 
 def framed(message: Any) -> bytes:
-    """A message with its length before it."""
+    """A message with its length in front."""
     raw: bytes = message.SerializeToString()
     return encode_varint(len(raw)) + raw
 
@@ -69,7 +70,7 @@ def parsed(raw: bytes, message: Any) -> Any:
 
 
 async def read_message(reader: asyncio.StreamReader, message: Any) -> Any:
-    """The next framed message, in `message`; raises HostDownError, OSError or IncompleteReadError."""
+    """Read the next framed message into `message`; raises HostDownError, OSError or IncompleteReadError."""
     header = bytearray()
     while (decoded := decode_varint(header)) is None:
         header += await reader.readexactly(1)
@@ -79,7 +80,7 @@ async def read_message(reader: asyncio.StreamReader, message: Any) -> Any:
 
 
 class P2pdCalls:
-    """The persistent connection to one p2pd. Made by `connect`; of no use any more once p2pd is gone."""
+    """The persistent connection to one p2pd, made by `connect`. It is useless once that p2pd has ended."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -87,12 +88,13 @@ class P2pdCalls:
         self._pending: dict[bytes, asyncio.Future[Any]] = {}
         self._handlers: dict[str, CallHandler] = {}
         self._being_answered: dict[bytes, asyncio.Task[None]] = {}
+        self._num_request_bytes = 0  # of the calls that are being answered
         self._is_closed = False
         self._task = asyncio.create_task(self._read(), name="p2pd calls")
 
     @classmethod
     async def connect(cls, control_socket: Path) -> P2pdCalls:
-        """From now on p2pd lives until this connection closes. Raises HostDownError, P2pdFailedError."""
+        """Connect: p2pd then lives until this connection closes. Raises HostDownError, P2pdFailedError."""
         try:
             reader, writer = await asyncio.open_unix_connection(str(control_socket))
         except OSError as error:
@@ -111,13 +113,13 @@ class P2pdCalls:
         return cls(reader, writer)
 
     async def serve(self, protocol: str, handler: CallHandler) -> None:
-        """Answer calls of `protocol` with `handler`. One that raises gives its caller an error answer."""
+        """Answer calls of `protocol` with `handler`. If it raises, the caller gets an error answer."""
         self._handlers[protocol] = handler
         request = p2pd_pb2.AddUnaryHandlerRequest(proto=protocol, balanced=False)
         await self._ask(p2pd_pb2.PersistentConnectionRequest(addUnaryHandler=request))
 
     async def call(self, peer_id: str, protocol: str, payload: bytes, *, timeout_s: float) -> bytes:
-        """The peer's answer. Raises PeerUnreachable (for an error answer or too large payload too), HostDownError."""
+        """The peer's answer. Raises HostDownError; PeerUnreachable, also for error answers and oversized payloads."""
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise PeerUnreachable(f"a call of {len(payload)} bytes is too large")
         request = p2pd_pb2.CallUnaryRequest(peer=peer_id_to_bytes(peer_id), proto=protocol, data=payload)
@@ -134,7 +136,7 @@ class P2pdCalls:
         return response
 
     async def close(self) -> None:
-        """Close the connection, which ends p2pd unless it has another one, and fail all calls."""
+        """Close the connection and fail all calls. p2pd ends, unless it has another connection."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -161,9 +163,9 @@ class P2pdCalls:
             while True:
                 self._dispatch(await read_message(self._reader, p2pd_pb2.PersistentConnectionResponse()))
         except (OSError, asyncio.IncompleteReadError):
-            logger.debug("p2pd closed the connection for calls")
+            logger.debug("p2pd closed its control connection")
         except (HostDownError, AddressError) as error:
-            logger.error("the connection for calls broke: %s", error)
+            logger.error("p2pd's control connection broke: %s", error)
             reason = str(error)
         finally:
             self._is_closed = True
@@ -185,18 +187,30 @@ class P2pdCalls:
             future.set_result(message)
 
     def _begin_answer(self, call_id: bytes, request: Any) -> None:
-        if len(self._being_answered) >= MAX_CALLS_BEING_ANSWERED or call_id in self._being_answered:
+        num_bytes = len(request.data)
+        if call_id in self._being_answered or not self._may_answer(num_bytes):
             self._answer(call_id, error="busy")
             return
         task = asyncio.create_task(self._handle(call_id, request), name=f"answer {request.proto}")
         self._being_answered[call_id] = task
-        task.add_done_callback(lambda _: self._being_answered.pop(call_id, None))
+        self._num_request_bytes += num_bytes
+        task.add_done_callback(lambda _: self._answered(call_id, num_bytes))
+
+    def _may_answer(self, num_bytes: int) -> bool:
+        """Whether one more request of `num_bytes` keeps number and memory of the answered calls within their bounds."""
+        num_held_bytes = self._num_request_bytes + self._writer.transport.get_write_buffer_size()
+        is_within = num_held_bytes + num_bytes <= MAX_BYTES_BEING_ANSWERED
+        return is_within and len(self._being_answered) < MAX_CALLS_BEING_ANSWERED
+
+    def _answered(self, call_id: bytes, num_bytes: int) -> None:
+        self._being_answered.pop(call_id, None)
+        self._num_request_bytes -= num_bytes
 
     async def _handle(self, call_id: bytes, request: Any) -> None:
         try:
             caller = peer_id_from_bytes(request.peer)
             response = await self._handlers[request.proto](caller, request.data)
-        except Exception as error:  # whatever the request made the handler do, the caller gets an answer
+        except Exception as error:  # the caller gets an answer, however the handler fails
             logger.debug("a call of %s failed: %r", request.proto, error)
             self._answer(call_id, error=f"{type(error).__name__}: {error}"[:300])
             return
