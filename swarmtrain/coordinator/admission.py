@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from swarmtrain.coordinator.members import Member, Members
 from swarmtrain.wire.messages import Directive
-from swarmtrain.wire.peer_report import STALLED
+from swarmtrain.wire.peer_report import HOLDS_STATE, STALLED, TAKES_NO_WORK
 
 MAX_SERVING = 3840  # of one stage: a roster holds 4,096, and newcomers that listen are in it too
 MAX_DONORS = 16  # named to one newcomer: more would not make its download faster, and a verdict must stay small
@@ -126,14 +126,14 @@ def _judge_newcomer(member: Member, members: Members, run: Standing, book: Stage
         if snapshot is not None and member.listening_from <= snapshot.step:
             return Answer(Directive.SYNC, "", snapshot)
     if run.is_applying:
-        holders = members.of_stage(member.stage, "serving", "draining", "paused")
+        holders = members.of_stage(member.stage, *HOLDS_STATE)
         is_held = any(run.holds(holder) for holder in holders)
         return Answer(Directive.WAIT, f"step {step} is being applied" if is_held else _no_peer_has(member.stage, step))
     if book.checkpoint is not None and book.checkpoint.step == step:
         return Answer(Directive.SYNC, "", book.checkpoint)
     if servers(members, member.stage, step):
         return Answer(Directive.WAIT, "a state to fetch is being prepared")
-    idle_holders = [m for m in members.of_stage(member.stage, "paused", "draining") if has_state(m, step, book)]
+    idle_holders = [m for m in members.of_stage(member.stage, *TAKES_NO_WORK) if has_state(m, step, book)]
     if idle_holders:  # the step stands still until a peer serves, so there will be no snapshot to wait for
         digests = sorted(m.report.state_digest for m in idle_holders)
         digest = book.digest or max(digests, key=digests.count)

@@ -19,6 +19,7 @@ from swarmtrain.observe.events import PeerDiverged
 from swarmtrain.p2p.errors import NetError
 from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.wire.messages import Acknowledged, Applied, Apply, Code, Prepared, Resync
+from swarmtrain.wire.peer_report import HOLDS_STATE, TAKES_NO_WORK
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,6 @@ RESYNC_S = 5.0
 SNAPSHOT_PATIENCE_S = 60.0  # how long newcomers wait for one that is fetching an older snapshot
 NUM_KEEPERS = 2  # peers of a stage that keep a copy of the state for a checkpoint
 MAX_BASIS_DONORS = 8
-_TAKES_NO_WORK = ("draining", "paused")
-_HOLDS_STATE = ("serving", *_TAKES_NO_WORK)
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Applies:
         if the peer held the sum: another may be at the same step of a history that was rolled back, in another state.
         """
         decided = self._context.decided
-        if decided is None or member.state not in _HOLDS_STATE:
+        if decided is None or member.state not in HOLDS_STATE:
             return
         if member.step == decided.step and self._may_hold_sum(member):
             self._context.in_background(self._apply_at(member, decided, keep=False))
@@ -169,7 +168,7 @@ class Applies:
         """A peer that cannot apply is lost. A paused or draining peer that the step was done without is not: nothing is
         expected of it until it resumes, and then it fetches what it has missed."""
         context = self._context
-        if code == Code.UNPREPARED and member.state in _TAKES_NO_WORK and member.key not in context.prepared:
+        if code == Code.UNPREPARED and member.state in TAKES_NO_WORK and member.key not in context.prepared:
             if context.decided is decision:
                 self._without_sum.add(member.key)
         elif code in (Code.UNPREPARED, Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
@@ -199,7 +198,7 @@ class Applies:
 
     def _basis_donors(self) -> tuple[str, ...]:
         """Peers of the last stage: they have computed the subspace's new basis."""
-        last = self._context.members.of_stage(len(self._context.stages) - 1, *_HOLDS_STATE)
+        last = self._context.members.of_stage(len(self._context.stages) - 1, *HOLDS_STATE)
         return tuple(member.peer_id for member in last)[:MAX_BASIS_DONORS]
 
     async def _majority(self, stage: int, step: int, answers: dict[str, Applied]) -> str:
@@ -212,7 +211,7 @@ class Applies:
 
     async def turn_away(self, stage: int, step: int, digest: str) -> None:
         """Make the peers of a stage fetch the state with `digest` if theirs at `step` is another one."""
-        there = self._context.members.of_stage(stage, *_HOLDS_STATE)
+        there = self._context.members.of_stage(stage, *HOLDS_STATE)
         others = [member.peer_id for member in there if member.step == step and member.report.state_digest != digest]
         await asyncio.gather(*(self._diverged(peer_id, stage, step) for peer_id in others))
 

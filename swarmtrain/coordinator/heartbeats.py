@@ -10,11 +10,11 @@ from swarmtrain import world
 from swarmtrain.coordinator.admission import judge, some_donors
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
-from swarmtrain.coordinator.split_brain import HOLDS_STATE, check_peers
+from swarmtrain.coordinator.split_brain import check_peers
 from swarmtrain.observe.events import PeerJoined, PeerLost
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import Code, Directive, Heartbeat, Verdict
-from swarmtrain.wire.peer_report import STALLED, PeerReport
+from swarmtrain.wire.peer_report import HOLDS_STATE, STALLED, PeerReport
 
 WATCH_S = 1.0
 FURTHER_S = 4.0  # how long other peers may report before the journal is judged to be old

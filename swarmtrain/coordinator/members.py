@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from swarmtrain.route.views import MIN_RATE
 from swarmtrain.wire.messages import Heartbeat, Hop
-from swarmtrain.wire.peer_report import PeerReport
+from swarmtrain.wire.peer_report import HOLDS_STATE, PeerReport
 
 SILENT_S = 10.0  # a peer without a heartbeat for this long is lost
 METRICS_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,64}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
@@ -60,7 +60,7 @@ class Member:
     @property
     def answers(self) -> bool:
         """Whether it answers for work. An admitted peer may receive work before its next heartbeat."""
-        return self.was_admitted or self.state in ("serving", "draining", "paused")
+        return self.was_admitted or self.state in HOLDS_STATE
 
     @property
     def is_ready(self) -> bool:

@@ -17,6 +17,7 @@ from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.steps import StepDriver
 from swarmtrain.errors import StorageError
 from swarmtrain.observe.events import CheckpointFailed, RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
+from swarmtrain.wire.peer_report import TAKES_NO_WORK
 
 T = TypeVar("T")
 
@@ -103,7 +104,7 @@ class Run:
             has_newest = run.step == self._checkpoints.step and not run.is_applying  # a roll-back would lead here
             for stage in range(context.manifest.stages.count):
                 serving = context.members.of_stage(stage, "serving")
-                paused = context.members.of_stage(stage, "draining", "paused")
+                paused = context.members.of_stage(stage, *TAKES_NO_WORK)
                 is_held = any(run.holds(member) for member in [*serving, *paused])
                 reachable = [member for member in serving if not self._is_doubted(member)]
                 self._note_stage(stage, empty=not reachable)  # a paused peer keeps the state, and takes no work

@@ -19,12 +19,10 @@ from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.directory.directory import Directory
 from swarmtrain.errors import ExitCode, SwarmtrainError
-from swarmtrain.wire.peer_report import PeerReport
+from swarmtrain.wire.peer_report import HOLDS_STATE, PeerReport
 from swarmtrain.wire.records import parse_record
 
 log = logging.getLogger(__name__)
-
-HOLDS_STATE = ("serving", "draining", "paused")
 
 
 class Superseded(SwarmtrainError):

@@ -22,6 +22,8 @@ from swarmtrain.wire.field_types import (
 from swarmtrain.wire.schema import Message, Priority, message
 
 SERVING = "serving"
+TAKES_NO_WORK = ("draining", "paused")
+HOLDS_STATE = (SERVING, *TAKES_NO_WORK)  # a peer in one of these has its stage's state
 STALLED = "stalled"  # the peer lives, its device does not answer
 
 
