@@ -1,16 +1,14 @@
-"""A node of the run's DHT, inside this process: Kademlia over the host's small calls, trusting no other node.
+"""A node of the run's DHT, inside this process: Kademlia over the host's small calls. It trusts no other node.
 
-Differences from hivemind's node, each for a fault that was met there: a peer's place in the DHT follows from its peer
-id (no peer can sit in many places); bad records are dropped one by one (there, one bad record hides all others of its
-key); everything is bounded before it is decoded, and so is a search; nothing is cached, so that what is found was on
-the network just now; our own outages are not blamed on others.
+It differs from hivemind's node because of faults that were observed there. A peer's place in the DHT follows from its
+peer id, so that a peer has only one. Bad records are dropped one by one (there, one bad record hides all others of its
+key). Messages are bounded before they are decoded, and so is a search. Nothing is cached: whatever a search finds was
+on the network just now. Other nodes are not blamed for this host's outages.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import hashlib
 import logging
 import statistics
 from collections import OrderedDict
@@ -20,8 +18,6 @@ from typing import TypeVar
 
 from swarmtrain import world
 from swarmtrain.directory.dht_messages import (
-    MAX_ADDRESS_BYTES,
-    MAX_ADDRESSES,
     MAX_RECORDS_PER_ANSWER,
     Contact,
     Find,
@@ -30,10 +26,13 @@ from swarmtrain.directory.dht_messages import (
     Pong,
     Store,
     Stored,
+    pack_addresses,
+    unpack_addresses,
 )
 from swarmtrain.directory.kademlia import PLACE_BYTES, RoutingTable, search
-from swarmtrain.directory.records import Flaw, FlawedRecord, Record, RecordChecker, RecordStore, dht_key, topic_of
-from swarmtrain.p2p.addresses import Address, peer_id_from_bytes, peer_id_to_bytes
+from swarmtrain.directory.places import place_bytes, place_of_peer, place_of_topic
+from swarmtrain.directory.records import Flaw, FlawedRecord, Record, RecordChecker, RecordStore, topic_of
+from swarmtrain.p2p.addresses import peer_id_from_bytes, peer_id_to_bytes
 from swarmtrain.p2p.errors import AddressError, HostDownError, NetError
 from swarmtrain.p2p.network import CallNetwork
 from swarmtrain.wire.errors import WireError
@@ -43,14 +42,14 @@ logger = logging.getLogger(__name__)
 
 BUCKET_SIZE = 20  # Kademlia's k; also how many of the nearest nodes a search asks
 MAX_PARTS = 8 * PLACE_BYTES
-NUM_PER_PART = 5  # nodes that are asked in each other part of the DHT
-NUM_WORKERS = 4  # calls of one search under way at a time
+NUM_PER_PART = 5  # nodes that a refresh asks in each other part of the DHT
+NUM_WORKERS = 4  # concurrent calls of one search
 CALL_TIMEOUT_S = 3.0
-MAX_ASKED = 96  # by one search: those who claim to know ever nearer nodes cannot keep it busy
+MAX_ASKED = 96  # by one search: nodes that claim to know ever nearer ones cannot keep it busy
 MAX_ANSWER_BYTES = 2 * 2**20  # below the size at which p2pd drops an answer
 SUSPECT_FIRST_S, SUSPECT_LONGEST_S = 5.0, 60.0
 MAX_REMEMBERED_PEERS = 256
-NUM_CLOCKS = 5  # of neighbours, to compare ours with
+NUM_CLOCKS = 5  # how many neighbours' clocks this node compares its own with
 
 
 Answer = TypeVar("Answer", Pong, Stored, FoundHere)
@@ -65,34 +64,15 @@ class _Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search brought: the newest live record of each owner, who holds it, and the nearest nodes in order."""
+    """The result of a search: the newest live record of each owner, its holders, and the nearest nodes in order."""
 
     records: dict[str, tuple[Record, bytes]]
     holders: dict[str, set[str]]
     nearest: list[str]
 
 
-@functools.lru_cache(maxsize=8192)  # asked for every peer in every answer
-def place_of_peer(peer_id: str) -> int:
-    """A peer's place in the DHT: a hash of its identity, so that it cannot be chosen freely."""
-    return _place(b"swarmtrain node\0" + peer_id_to_bytes(peer_id))
-
-
-def place_of_topic(run_id: str, topic: str) -> int:
-    """A topic's place in the DHT."""
-    return _place(dht_key(run_id, topic).encode())
-
-
-def _place(name: bytes) -> int:
-    return int.from_bytes(hashlib.sha1(name).digest(), "big")
-
-
-def _place_bytes(place: int) -> bytes:
-    return place.to_bytes(PLACE_BYTES, "big")
-
-
 class DhtNode:
-    """See the module. In client mode it asks others but keeps nothing for them, and they do not know it."""
+    """See the module docstring. In client mode it asks others, stores nothing for them, and is in no routing table."""
 
     def __init__(
         self,
@@ -108,19 +88,19 @@ class DhtNode:
         self._table = RoutingTable(self.place, BUCKET_SIZE)
         self.store = store
         self.checker = checker
-        self.seen: OrderedDict[str, None] = OrderedDict()  # peers that once answered: ways back after an outage
+        self.seen: OrderedDict[str, None] = OrderedDict()  # peers that have answered: ways back after an outage
         self._network = network
         self._run_id = run_id
         self._clock = clock
         self._client_mode = client_mode
-        self._own_name = b"" if client_mode else _place_bytes(self.place)
+        self._own_name = b"" if client_mode else place_bytes(self.place)
         self._suspects: dict[str, _Suspect] = {}
         self._clock_offsets: OrderedDict[str, float] = OrderedDict()
         self._background: set[asyncio.Task[bool]] = set()
         self._being_pinged: set[str] = set()
         self._is_closed = False
-        self._next_part = 0  # to be refreshed
-        self.was_alone = False  # since this was last looked at: others may have called before it was noticed
+        self._next_part = 0  # the part that the next refresh begins with
+        self.was_alone = False  # whether the routing table was empty at some time since the watch cleared this
 
     async def serve(self) -> None:
         """Begin to answer other nodes (not in client mode)."""
@@ -131,7 +111,7 @@ class DhtNode:
         await self._network.serve_calls(self._protocol("find"), self._answer_find)
 
     def close(self) -> None:
-        """Answer no more questions, and end what runs in the background."""
+        """Answer no more questions, and end the background tasks."""
         self._is_closed = True
         for task in self._background:
             task.cancel()
@@ -143,15 +123,15 @@ class DhtNode:
 
     @property
     def clock_offset_s(self) -> float:
-        """By how much the clocks of others are ahead of ours (median)."""
+        """By how much the neighbours' clocks are ahead of ours (median)."""
         return statistics.median(self._clock_offsets.values()) if self._clock_offsets else 0.0
 
     def clock_offsets(self) -> list[float]:
-        """By how much the clocks of others are ahead of ours, of each that was measured."""
+        """By how much each measured neighbour's clock is ahead of ours."""
         return list(self._clock_offsets.values())
 
     async def measure_clocks(self) -> None:
-        """Ask some neighbours for their time: at first several, then one at a time, in turn."""
+        """Ask neighbours for their time: at first several, later one per call, in turn."""
         known, neighbours = self._clock_offsets, sorted(self.neighbours)
         for gone in [peer_id for peer_id in known if peer_id not in neighbours]:
             del known[gone]
@@ -163,13 +143,13 @@ class DhtNode:
         await asyncio.gather(*(self.ping(peer_id) for peer_id in wanted))
 
     def time_has_changed(self) -> None:
-        """Our clock was set: what was measured or kept by the old time says nothing."""
+        """Our clock was set: drop everything that was measured or stored by the old time."""
         self._clock_offsets.clear()
         self._suspects.clear()
         self.store.clear()
 
     def trust_again(self) -> None:
-        """Forget who failed: after an outage it was not their fault."""
+        """Clear the back-off of all peers: after an outage of this host their failures mean nothing."""
         self._suspects.clear()
 
     def _protocol(self, method: str) -> str:
@@ -178,25 +158,25 @@ class DhtNode:
     # ---- calls to others --------------------------------------------------------------------------------------------
 
     async def ping(self, peer_id: str) -> bool:
-        """True if the peer answers as a node of this DHT; both then know each other."""
+        """Whether the peer answers as a node of this DHT. If so, each has the other in its routing table."""
         asked_at = self._clock()
         answer = await self._call(peer_id, "ping", Ping(self._own_name, self._own_addresses()), Pong)
         if answer is None:
             return False
         answered_at = self._clock()
-        if 0 <= answered_at - asked_at < 1.0:  # a slow answer says little of the clock
+        if 0 <= answered_at - asked_at < 1.0:  # a slow answer says little about the clock
             self._clock_offsets[peer_id] = answer.time - (asked_at + answered_at) / 2
             while len(self._clock_offsets) > 64:
                 self._clock_offsets.popitem(last=False)
         return True
 
     async def put_at(self, peer_id: str, key: int, raw: bytes) -> bool:
-        """Ask a node to keep a record; True if it says it does."""
-        answer = await self._call(peer_id, "store", Store(self._own_name, _place_bytes(key), (raw,)), Stored)
+        """Ask a node to store a record; whether it says that it does."""
+        answer = await self._call(peer_id, "store", Store(self._own_name, place_bytes(key), (raw,)), Stored)
         return answer is not None and answer.accepted == (True,)
 
     async def search(self, topic: str) -> Found:
-        """Ask the nodes nearest to the topic, our own store included, for its records."""
+        """Ask the nodes nearest to a topic, this one's own store included, for its records."""
         found = Found({}, {}, [])
         key = place_of_topic(self._run_id, topic)
         for raw in self.store.get(key):
@@ -206,17 +186,17 @@ class DhtNode:
         return found
 
     async def find_nearest(self, key: int) -> list[str]:
-        """The nodes nearest to `key` that answered, nearest first, without ourselves."""
+        """The nodes nearest to `key` that answered, nearest first, without this one."""
         return await self._search(key, lambda peer_id, raw: None)
 
     async def refresh(self, ways: Iterable[str], *, num_parts: int) -> None:
-        """Get to know nodes in other parts of the DHT, each in its turn, by asking `ways` as well.
+        """Discover nodes in `num_parts` other parts of the DHT, in turn, asking the peers `ways` as well.
 
-        Without it, many who join at once through one node know that one and those nearest to themselves: a search from
-        there ends among them, and does not find what lies elsewhere.
+        Without it, peers that join at once through one node know only that node and those nearest to themselves: a
+        search among them ends there and misses records elsewhere.
         """
         if len(self._table) < BUCKET_SIZE:
-            return  # looking ourselves up has asked all known nodes
+            return  # the lookup of our own place has asked all known nodes
         places = self._table.far_places()
         for _ in range(min(num_parts, len(places))):
             key = places[self._next_part % len(places)]
@@ -235,7 +215,7 @@ class DhtNode:
             suspect = self._suspects.get(peer_id)
             if suspect is not None and suspect.until > self._clock():
                 return None
-            question = Find(self._own_name, _place_bytes(key), self._own_addresses())
+            question = Find(self._own_name, place_bytes(key), self._own_addresses())
             answer = await self._call(peer_id, "find", question, FoundHere)
             if answer is None:
                 return None
@@ -257,13 +237,13 @@ class DhtNode:
         )
 
     async def _call(self, peer_id: str, method: str, question: _Question, answer_type: type[Answer]) -> Answer | None:
-        """The peer's answer, or None; either way the routing table learns of it."""
+        """The peer's answer, or None; the routing table is updated either way."""
         packed = pack_fields(question)
         try:
             raw = await self._network.call(peer_id, self._protocol(method), packed, timeout_s=CALL_TIMEOUT_S)
             answer = unpack_fields(answer_type, raw)
         except HostDownError:
-            return None  # our own fault, not the peer's
+            return None  # this host's outage, not the peer's fault
         except (NetError, WireError) as error:
             logger.debug("%s of %s failed: %s", method, peer_id, error)
             self._note_failure(peer_id)
@@ -297,7 +277,7 @@ class DhtNode:
         accepted = []
         for raw in question.records:
             accepted.append(self.keep(int.from_bytes(question.key, "big"), raw))
-            await asyncio.sleep(0)  # a check costs 100 us: let others have their turn
+            await asyncio.sleep(0)  # a check costs 100 us: let other tasks run in between
         return pack_fields(Stored(self._own_name, tuple(accepted)))
 
     async def _answer_find(self, caller: str, payload: bytes) -> bytes:
@@ -305,17 +285,17 @@ class DhtNode:
         self._note_caller(caller, question.sender, question.addresses)
         key = int.from_bytes(question.key, "big")
         records = self.store.get(key)[:MAX_RECORDS_PER_ANSWER]
-        while sum(map(len, records)) > MAX_ANSWER_BYTES:  # only with limits far above the default
+        while sum(map(len, records)) > MAX_ANSWER_BYTES:  # happens only with store limits far above the default
             records = records[: len(records) // 2]
         near = self._table.nearest(key, BUCKET_SIZE, without=place_of_peer(caller))
         neighbours = tuple(
-            Contact(peer_id_to_bytes(peer_id), _packed(self._network.known_addresses(peer_id)))
+            Contact(peer_id_to_bytes(peer_id), pack_addresses(self._network.known_addresses(peer_id)))
             for peer_id in near.values()
         )
         return pack_fields(FoundHere(self._own_name, tuple(records), neighbours))
 
     def keep(self, key: int, raw: bytes) -> bool:
-        """Check a record and keep it; False, and counted, if it is flawed or a cap refuses it."""
+        """Check a record and store it. False if it is flawed or a cap refuses it; the refusal is counted."""
         try:
             topic = topic_of(raw)
             if place_of_topic(self._run_id, topic) != key:
@@ -332,20 +312,20 @@ class DhtNode:
             return False
         return True
 
-    # ---- who is there -----------------------------------------------------------------------------------------------
+    # ---- known peers ------------------------------------------------------------------------------------------------
 
     def _note_caller(self, peer_id: str, name: bytes, addresses: tuple[bytes, ...] = ()) -> None:
         if self._is_closed:
             raise HostDownError("this node has left the directory")
-        if name == _place_bytes(place_of_peer(peer_id)):  # empty for a client, which wants to stay out of the table
-            self._network.learn(_unpacked(addresses, peer_id), of=peer_id)
+        if name == place_bytes(place_of_peer(peer_id)):  # a client sends no name and stays out of the table
+            self._network.learn(unpack_addresses(addresses, peer_id), of=peer_id)
             self._enter(peer_id)
 
     def _own_addresses(self) -> tuple[bytes, ...]:
-        return () if self._client_mode else _packed(self._network.addresses())
+        return () if self._client_mode else pack_addresses(self._network.addresses())
 
     def _hear_of(self, neighbours: tuple[Contact, ...]) -> dict[int, str]:
-        """Peers that another node named, at the places that follow from their identities."""
+        """The peers that another node named, at the places that follow from their peer ids."""
         places = {}
         for contact in neighbours:
             try:
@@ -353,13 +333,13 @@ class DhtNode:
             except AddressError:
                 continue
             if peer_id != self._network.peer_id:
-                self._network.hear(_unpacked(contact.addresses, peer_id), of=peer_id)
+                self._network.hear(unpack_addresses(contact.addresses, peer_id), of=peer_id)
             places[place_of_peer(peer_id)] = peer_id
         return places
 
     def _note_success(self, peer_id: str, name: bytes) -> None:
         self._suspects.pop(peer_id, None)
-        if name == _place_bytes(place_of_peer(peer_id)):
+        if name == place_bytes(place_of_peer(peer_id)):
             self._enter(peer_id)
             self.seen[peer_id] = None
             self.seen.move_to_end(peer_id)
@@ -384,19 +364,3 @@ class DhtNode:
             self._suspects = {peer: suspect for peer, suspect in self._suspects.items() if suspect.until > now}
         self._table.remove(place_of_peer(peer_id))
         self.was_alone = self.was_alone or not len(self._table)
-
-
-def _packed(addresses: tuple[str, ...]) -> tuple[bytes, ...]:
-    raw = (Address.parse(text).without_peer().to_bytes() for text in addresses[:MAX_ADDRESSES])
-    return tuple(part for part in raw if len(part) <= MAX_ADDRESS_BYTES)
-
-
-def _unpacked(addresses: tuple[bytes, ...], peer_id: str) -> list[str]:
-    """Addresses from a stranger, those that can be read."""
-    readable = []
-    for raw in addresses:
-        try:
-            readable.append(str(Address.from_bytes(raw).with_peer(peer_id)))
-        except AddressError as error:
-            logger.debug("an address of %s was ignored: %s", peer_id, error)
-    return readable

@@ -1,8 +1,8 @@
-"""The run's directory: who is there, under which topic, for the next minute.
+"""The run's directory: signed records of peers by topic, each valid for up to a minute.
 
-`announce` puts a signed record of this peer under a topic, `lookup` returns those of all. Below it is a DHT among the
-run's daemons. The directory looks after itself: a node that lost all its neighbours (a short outage is enough) finds
-them again, records come back after p2pd was restarted, and important ones can be confirmed by reading them back.
+`announce` puts a record of this peer under a topic, `lookup` returns the records of all peers. Below is a DHT among the
+run's daemons. The directory repairs itself: a node that has lost all its neighbours (a short outage is enough) finds
+them again, records are spread again after p2pd restarts, and important ones can be confirmed by reading them back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from swarmtrain.directory.dht import MAX_PARTS, DhtNode, place_of_topic
+from swarmtrain.directory.dht import MAX_PARTS, DhtNode
+from swarmtrain.directory.places import place_of_topic
 from swarmtrain.directory.records import (
     MAX_LIFE_S,
     Record,
@@ -38,10 +39,10 @@ from swarmtrain.p2p.network import HostEvent, HostEventKind, NetworkHost
 __all__ = ["Announcement", "Directory", "DirectoryOptions", "DirectoryStatus", "Record", "TopicRule"]
 logger = logging.getLogger(__name__)
 MAX_CLOCK_OFFSET_S = 5.0
-NUM_REPLICAS = 5  # nodes asked to keep a record
+NUM_REPLICAS = 5  # how many nodes are asked to store a record
 CONFIRM_ATTEMPTS = 3
 LOOKS_PER_REFRESH = 12  # once a minute
-MAX_OWN_TOPICS = 64  # as many as others keep for one owner
+MAX_OWN_TOPICS = 64  # as many as other nodes store for one owner
 
 
 class NotConfirmedError(HostError):
@@ -52,8 +53,8 @@ class NotConfirmedError(HostError):
 
 @dataclass(frozen=True, slots=True)
 class DirectoryOptions:
-    """`rules`: what topics ask of their records. `client_mode`: use the DHT, keep nothing for others (None: only if
-    the host is behind a NAT). `watch_interval_s`: how often the neighbours are looked after."""
+    """`rules`: the conditions on a topic's records. `client_mode`: use the DHT, store nothing for others (None: only if
+    the host is behind a NAT). `watch_interval_s`: how often the neighbours are checked."""
 
     rules: Mapping[str, TopicRule] = field(default_factory=lambda: MappingProxyType({}))
     client_mode: bool | None = None
@@ -64,7 +65,7 @@ class DirectoryOptions:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What became of an announcement: `num_copies` other nodes said they keep it (or showed it, if confirmed)."""
+    """The outcome of an announcement: `num_copies` other nodes say they store it (or have shown it, if confirmed)."""
 
     expires_at: float
     num_copies: int
@@ -89,7 +90,7 @@ class _Own:
 
 
 class Directory:
-    """See the module. Made by `Directory.start`."""
+    """See the module docstring. Made by `Directory.start`."""
 
     def __init__(
         self, host: NetworkHost, run_id: str, options: DirectoryOptions, node: DhtNode, clock: Callable[[], float]
@@ -104,7 +105,7 @@ class Directory:
         self._closed = False
         self._num_recoveries = 0
         self._num_looks = 0
-        self._refreshed_at = -math.inf  # because something was not found
+        self._refreshed_at = -math.inf  # last refresh after an empty lookup
         self._was_alone = True
         self._is_new_p2pd = False
         self._warned_of_clock = False
@@ -112,8 +113,11 @@ class Directory:
 
     @classmethod
     async def start(cls, host: NetworkHost, run_id: str, options: DirectoryOptions | None = None) -> Directory:
-        """Join the DHT of a run through the host's bootstrap peers. Silence of all of them is not an error: it goes on
-        trying, and a run's first daemon is alone anyway (see `status`)."""
+        """Join the DHT of a run through the host's bootstrap peers.
+
+        It is not an error if none of them answers: the watch keeps trying, and a run's first daemon is alone (see
+        `status`).
+        """
         options = options or DirectoryOptions()
         clock = options.clock or SwarmClock()
         checker = RecordChecker(run_id, options.rules, clock)
@@ -136,12 +140,12 @@ class Directory:
     async def announce(
         self, topic: str, value: bytes, ttl_s: float, *, signer: Signer | None = None, confirm: bool = False
     ) -> Announcement:
-        """Put `value` (at most 2 KiB; `wire/records.py` makes one of a message) under `topic` for `ttl_s` <= 60 s.
+        """Put `value` (at most 2 KiB; `wire/records.py` packs a message) under `topic` for `ttl_s` <= 60 s.
 
-        Announce again well before it ends. `signer` countersigns, for topics whose rule asks for it. With `confirm`,
-        the record is read back from other nodes, a few attempts long; NotConfirmedError if none shows it. Without,
-        num_copies = 0 is possible: a run's first daemon keeps its record itself until others ask for it.
-        Raises RecordError for a value that is not allowed, HostDownError while p2pd is away.
+        Announce again well before it expires. `signer` countersigns, for topics whose rule requires it. With `confirm`
+        the record is read back from other nodes, in a few attempts; NotConfirmedError if none shows it. Without it,
+        num_copies may be 0: a run's first daemon stores its record itself until others ask for it.
+        Raises RecordError for a value that is not allowed, HostDownError while p2pd is down.
         """
         if not 0 < ttl_s <= MAX_LIFE_S:
             raise RecordError(f"a record lives at most {MAX_LIFE_S:g} s, not {ttl_s:g} s")
@@ -157,15 +161,15 @@ class Directory:
         return Announcement(expires_at, num_copies)
 
     async def lookup(self, topic: str) -> dict[str, Record]:
-        """All live records of a topic by the peer that announced them, this one's own included.
+        """All live records of a topic by the peer that announced them, this peer's own included.
 
-        Every record was checked now. Raises HostDownError while p2pd is away.
+        Every record is checked now. Raises HostDownError while p2pd is down.
         """
         self._check_up()
         found = await self._node.search(topic)
         now = asyncio.get_running_loop().time()
         if not found.records and now - self._refreshed_at >= self._options.watch_interval_s:
-            self._refreshed_at = now  # perhaps others know nodes that are nearer to it
+            self._refreshed_at = now  # other nodes may know some that are nearer to the topic
             await self._node.refresh(self._bootstrap, num_parts=MAX_PARTS)
             found = await self._node.search(topic)
         return {peer_id: record for peer_id, (record, _) in found.records.items()}
@@ -175,7 +179,7 @@ class Directory:
         return self._clock()
 
     def withdraw(self, topic: str) -> None:
-        """Do not bring this peer's record of a topic back after an outage. What others hold of it expires by itself."""
+        """Do not spread this peer's record of a topic again after an outage. Copies at other nodes expire."""
         self._own.pop(topic, None)
 
     def status(self) -> DirectoryStatus:
@@ -191,7 +195,7 @@ class Directory:
         )
 
     async def close(self) -> None:
-        """Leave the DHT. Announced records expire by themselves."""
+        """Leave the DHT. Announced records expire."""
         self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -202,10 +206,10 @@ class Directory:
 
     def _check_up(self) -> None:
         if self._closed or not self._host.is_ready:
-            raise HostDownError("the directory cannot be used: p2pd is away")
+            raise HostDownError("the directory cannot be used: p2pd is down")
 
     async def _spread(self, topic: str, raw: bytes) -> int:
-        """Have the nearest nodes keep a record, and keep it ourselves; how many others said they do."""
+        """Store a record here and at the nearest nodes. Returns how many other nodes say they store it."""
         key = place_of_topic(self._run_id, topic)
         self._node.keep(key, raw)
         nearest = await self._node.find_nearest(key)
@@ -213,7 +217,7 @@ class Directory:
         return sum(answers)
 
     async def _confirm(self, topic: str, raw: bytes) -> int:
-        """How many other nodes show the record; raises NotConfirmedError. Repairs what it can between attempts."""
+        """How many other nodes show the record; raises NotConfirmedError. Rejoins and spreads between attempts."""
         for attempt in range(CONFIRM_ATTEMPTS):
             found = await self._node.search(topic)
             held = found.records.get(self._host.peer_id)
@@ -242,12 +246,12 @@ class Directory:
                 async with asyncio.timeout(self._options.watch_interval_s):
                     await self._wake.wait()
             except TimeoutError:
-                pass  # the usual case: time for a look
+                pass  # the usual case: the interval is over
             self._wake.clear()
             try:
                 await self._look_after()
             except (NetError, OSError) as error:
-                logger.info("the directory could not be looked after: %s", error)
+                logger.info("a check of the directory failed: %s", error)
 
     async def _look_after(self) -> None:
         await self._host.wait_ready()
@@ -271,33 +275,33 @@ class Directory:
         self._check_clock()
 
     async def _recover(self) -> None:
-        """After an outage: no peer is to blame for it, and every peer that ever answered may be a way back."""
+        """Rejoin after an outage: no peer is to blame, and every peer that has ever answered may help to reconnect."""
         self._node.trust_again()
         await self._find_neighbours()
 
     async def _find_neighbours(self) -> None:
-        """Ping the peers that may be there, then look this node up, so that it and its neighbours know each other."""
+        """Ping bootstrap and remembered peers, then look up our own place: so neighbours and this node meet."""
         ways = dict.fromkeys(self._bootstrap) | dict.fromkeys(list(self._node.seen)[-16:])
         await asyncio.gather(*(self._node.ping(peer_id) for peer_id in ways))
-        self._node.trust_again()  # who did not answer now may do so once those who did have told us their addresses
+        self._node.trust_again()  # a peer that did not answer may do so once others have told us its addresses
         await self._node.find_nearest(self._node.place)
 
     async def _bring_back(self) -> None:
-        """Spread our live records again: those who kept them may be gone."""
+        """Spread our live records again: the nodes that stored them may have left."""
         now = self._clock()
         self._own = {topic: own for topic, own in self._own.items() if own.expires_at > now}
         await asyncio.gather(*(self._spread(topic, own.raw) for topic, own in self._own.items()))
 
     def _agree_on_time(self) -> None:
-        """Go by the time of most others. What was kept by another time would expire too early, or never."""
+        """Adopt the majority's time. Records stored by another time would expire too early, or never."""
         shift_s = agreed_shift(self._node.clock_offsets(), yields=bool(self._bootstrap))
         if shift_s and isinstance(self._clock, SwarmClock):
             self._clock.shift(shift_s)
             self._node.time_has_changed()
-            logger.info("the time of the others is %+.0f s from this daemon's: it goes by theirs from now on", shift_s)
+            logger.info("this daemon's time was %+.0f s behind the others': it has adopted theirs", shift_s)
 
     def _wall_offset_s(self) -> float:
-        """By how much the others are ahead of this machine's own time."""
+        """By how much the others' time is ahead of this machine's clock."""
         offset_s = self._node.clock_offset_s
         return offset_s + self._clock.wall_offset_s if isinstance(self._clock, SwarmClock) else offset_s
 
@@ -306,6 +310,6 @@ class Directory:
         if abs(offset_s) > MAX_CLOCK_OFFSET_S and not self._warned_of_clock:
             self._warned_of_clock = True
             logger.warning(
-                "this machine's clock is %.0f s off the others'; this daemon goes by theirs, but set it by NTP",
+                "this machine's clock is %.0f s off; this daemon uses the others' time, but enable NTP",
                 -offset_s,
             )

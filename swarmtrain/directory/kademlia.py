@@ -1,7 +1,7 @@
-"""Kademlia's two ideas, without any network: who to remember, and whom to ask next.
+"""Kademlia without any network: the routing table, and the iterative search.
 
-Nodes and keys have places, 160-bit numbers; the distance of two places is their XOR. A node remembers many others near
-itself and few far away, and a search asks the nearest nodes it knows for nearer ones until there are none.
+Nodes and keys have places, 160-bit numbers; the distance of two places is their XOR. A node remembers many nodes near
+itself and few far away. A search asks the nearest nodes it knows for nearer ones until there are none.
 (Maymounkov and Mazieres, 2002.)
 """
 
@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable
 
 PLACE_BYTES = 20
 
-Ask = Callable[[str], Awaitable[dict[int, str] | None]]  # a peer id -> the nodes it knows; None: no answer
+Ask = Callable[[str], Awaitable[dict[int, str] | None]]  # peer id -> the nodes that it knows; None: no answer
 
 
 class RoutingTable:
-    """Other nodes by their distance: at most `bucket_size` for each power of two, those heard of last in reserve."""
+    """Nodes by distance: at most `bucket_size` for each power of two, and the latest surplus ones in reserve."""
 
     def __init__(self, own_place: int, bucket_size: int) -> None:
         self._own_place = own_place
@@ -34,10 +34,10 @@ class RoutingTable:
         return {peer_id for bucket in self._buckets.values() for peer_id in bucket.values()}
 
     def add(self, place: int, peer_id: str) -> str | None:
-        """Note that a node was heard of just now.
+        """Note that a node has just shown itself.
 
-        If its bucket is full it waits in reserve, and the node that was not heard of for longest is returned: ping it,
-        and `add` or `remove` it by the outcome.
+        If its bucket is full, the node waits in reserve, and the least recently seen node of the bucket is returned:
+        ping that one, and `add` or `remove` it according to the outcome.
         """
         if place == self._own_place:
             return None
@@ -55,7 +55,7 @@ class RoutingTable:
         return next(iter(bucket.values()))
 
     def remove(self, place: int) -> None:
-        """Note that a node did not answer; one in reserve takes its place."""
+        """Note that a node did not answer; a node in reserve replaces it."""
         index = (place ^ self._own_place).bit_length()
         bucket, reserve = self._buckets.get(index, OrderedDict()), self._reserves.get(index, OrderedDict())
         reserve.pop(place, None)
@@ -64,8 +64,10 @@ class RoutingTable:
             bucket[heir] = peer_id
 
     def far_places(self) -> list[int]:
-        """One place in each part of the DHT that begins at another power of two of distance, farthest first, down to
-        the nearest known node. A node that has searched for all of them knows one in every part that is not empty."""
+        """One place in each distance range (power of two) down to the nearest known node, farthest first.
+
+        A node that has searched for all of them knows a node in every range that is not empty.
+        """
         if not len(self):
             return []
         nearest = min(index for index, bucket in self._buckets.items() if bucket)
@@ -80,10 +82,10 @@ class RoutingTable:
 async def search(
     place: int, start: dict[int, str], ask: Ask, *, own_place: int, beam: int, num_workers: int, max_asked: int
 ) -> list[str]:
-    """Ask ever nearer nodes, `num_workers` at a time, until the `beam` nearest known ones have answered.
+    """The peer ids of the nodes nearest to `place` that answered, nearest first.
 
-    Nodes that do not answer do not count; at most `max_asked` are asked, whatever others claim to know.
-    The peer ids of the nearest nodes that answered, nearest first.
+    Asks ever nearer nodes, `num_workers` at a time, until the `beam` nearest known ones have answered. Nodes that do
+    not answer do not count; at most `max_asked` are asked, whatever others claim to know.
     """
     known = {node: peer_id for node, peer_id in start.items() if node != own_place}
     asked: set[int] = set()

@@ -1,12 +1,12 @@
-"""Signed directory records: what a peer says of itself under a topic of a run, and until when it holds.
+"""Signed directory records: a peer's statement under a topic of a run, with an expiry.
 
-A record in the DHT is one byte string that carries everything needed to check it: run, topic, owner, expiry, value and
+A record in the DHT is one byte string that contains everything needed to check it: run, topic, owner, expiry, value and
 the owner's signature over all of these. The owner's peer id contains its public key, so no peer can speak for another,
-move a record to another run or topic, or prolong it. A record may be countersigned by the run's key.
+move a record to another run or topic, or prolong it. The run's key may countersign a record.
 
-A node keeps records of others within hard limits. A key that any peer can grow without bound makes its keepers unable
-to answer for it, and readers then blame the keepers. So there is a cap for each key, for each owner and for the whole
-store. Within a full key, owners that are already there may renew; newcomers are refused.
+A node stores records of others within hard limits. A key that could grow without bound would make its nodes unable to
+answer, and readers would blame them. So there is a cap per key, per owner and for the whole store. In a full key,
+owners that are already there may renew their records; newcomers are refused.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Name = Annotated[str, MaxLength(MAX_NAME_BYTES)]
 
 
 class RecordError(HostError):
-    """A directory record that may not be announced: too large, too long-lived, or not packable."""
+    """A directory record may not be announced: it is too large, too long-lived, or not packable."""
 
     error_id = "ST-RECORD"
     exit_code = ExitCode.INTERNAL
 
 
 class Flaw(StrEnum):
-    """Why a record was dropped; also the label under which it is counted."""
+    """Why a record was dropped; also the label of its counter."""
 
     MALFORMED = "malformed"
     OVERSIZED = "oversized"
@@ -55,13 +55,13 @@ class Flaw(StrEnum):
     FORGED = "forged"  # the owner's signature is wrong
     NOT_COUNTERSIGNED = "not-countersigned"  # the run key's signature is missing or wrong
     EXPIRED = "expired"
-    FAR_FUTURE = "far-future"  # lives longer than is allowed
-    REFUSED = "refused"  # the topic's own check said no
-    OVER_CAP = "over-cap"  # well-made, but its key, or the storage, is full
+    FAR_FUTURE = "far-future"  # it expires later than is allowed
+    REFUSED = "refused"  # the topic's own check refused it
+    OVER_CAP = "over-cap"  # valid, but its key or the store is full
 
 
 class FlawedRecord(Exception):
-    """A record that must be dropped. Not for people: readers count it and go on."""
+    """A record must be dropped. Internal: readers count it and go on."""
 
     def __init__(self, flaw: Flaw) -> None:
         super().__init__(flaw.value)
@@ -73,15 +73,15 @@ class Record:
     """A checked record."""
 
     peer_id: str
-    value: bytes  # of a message, usually (`wire/records.py`): what it says is its reader's to check
+    value: bytes  # usually a message (`wire/records.py`); its reader must check its contents
     expires_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class TopicRule:
-    """What a topic asks of its records beyond the owner's signature.
+    """A topic's conditions on its records beyond the owner's signature.
 
-    `countersigned_by`: a public key that must have signed too. `accepts`: a further check; must not raise or block.
+    `countersigned_by`: a public key that must have signed as well. `accepts`: a further check; must not raise or block.
     """
 
     countersigned_by: bytes | None = None
@@ -90,7 +90,7 @@ class TopicRule:
 
 @message(kind="statement", priority=Priority.CONTROL)
 class Statement(Message):
-    """What the owner of a record says, and signs."""
+    """The part of a record that its owner signs."""
 
     run_id: Name
     topic: Name
@@ -101,8 +101,8 @@ class Statement(Message):
 
 @message(kind="signed_record", priority=Priority.CONTROL)
 class SignedRecord(Message):
-    """A record as it lies in the DHT, in the form of `pack_fields`. It carries its own version: DHT nodes hand records
-    on without reading them."""
+    """A record as the DHT stores it, packed by `pack_fields`. It has its own version, because DHT nodes pass records on
+    without reading them."""
 
     version: Annotated[int, Range(FORMAT_VERSION, FORMAT_VERSION)]
     statement: Statement
@@ -111,7 +111,7 @@ class SignedRecord(Message):
 
 
 def dht_key(run_id: str, topic: str) -> str:
-    """Under which key of the DHT a topic's records lie. Lengths keep two pairs from sharing one key."""
+    """The DHT key of a topic's records. The length in it keeps two (run, topic) pairs from sharing a key."""
     return f"swarmtrain/{len(run_id)}/{run_id}/{topic}"
 
 
@@ -139,7 +139,7 @@ def make_record(
 
 
 def _opened(raw: bytes) -> SignedRecord:
-    """Raises FlawedRecord for anything that `make_record` cannot have made."""
+    """Unpack a record. Raises FlawedRecord for anything that `make_record` cannot have made."""
     if len(raw) > MAX_ENVELOPE_BYTES:
         raise FlawedRecord(Flaw.OVERSIZED)
     try:
@@ -154,12 +154,12 @@ def _opened(raw: bytes) -> SignedRecord:
 
 
 def topic_of(raw: bytes) -> str:
-    """The topic a record claims to belong to; raises FlawedRecord."""
+    """The topic that a record claims; raises FlawedRecord."""
     return _opened(raw).statement.topic
 
 
 class RecordChecker:
-    """Checks records of one run, remembers its verdicts (a signature costs 100 us), and counts what it drops."""
+    """Checks records of one run, caches its verdicts (a signature costs 100 us), and counts dropped records."""
 
     def __init__(self, run_id: str, rules: Mapping[str, TopicRule], clock: Callable[[], float]) -> None:
         check_name(run_id, "run id")
@@ -170,7 +170,7 @@ class RecordChecker:
         self.dropped: Counter[Flaw] = Counter()
 
     def check(self, raw: bytes, topic: str) -> Record:
-        """The record, if it may stand under this topic now; raises FlawedRecord (and counts it)."""
+        """The record, if it is valid under this topic now; raises FlawedRecord (and counts it)."""
         try:
             record = self._verdict(raw, topic)
             now = self._clock()
@@ -184,7 +184,7 @@ class RecordChecker:
         return record
 
     def _verdict(self, raw: bytes, topic: str) -> Record:
-        """What does not depend on the time, computed once for the same bytes."""
+        """The part of the check that does not depend on the time, computed once for the same bytes."""
         if len(raw) > MAX_ENVELOPE_BYTES:
             raise FlawedRecord(Flaw.OVERSIZED)  # before hashing
         digest = hashlib.sha256(topic.encode() + b"\0" + raw).digest()
@@ -230,7 +230,7 @@ class RecordChecker:
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """One answer carries one key whole, and an answer ends at 4 MiB: `bytes_per_key` stays far below."""
+    """One answer carries all records of a key and is limited to 4 MiB: `bytes_per_key` must stay far below that."""
 
     records_per_key: int = 1024
     bytes_per_key: int = 2**20
@@ -241,14 +241,14 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """Checked bytes, and when they stop to hold."""
+    """A checked record, packed, and its expiry."""
 
     raw: bytes
     expires_at: float
 
 
 class RecordStore:
-    """Records by key and owner. Expired ones are never returned, and are removed when their key is touched or swept."""
+    """Records by key and owner. Expired ones are never returned; they go when their key is used or swept."""
 
     def __init__(self, limits: StoreLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
@@ -260,7 +260,7 @@ class RecordStore:
 
     @property
     def num_records(self) -> int:
-        """How many records are kept, including some that have just expired."""
+        """The number of stored records, including some that have just expired."""
         return self._records_of_owner.total()
 
     @property
@@ -274,7 +274,7 @@ class RecordStore:
         return [record.raw for record in self._keys.get(key, {}).values()]
 
     def put(self, key: int, owner: str, raw: bytes, expires_at: float) -> bool:
-        """Keep a checked record. False if a cap refuses it; an older record never replaces a newer one (True)."""
+        """Store a checked record. False if a cap refuses it. An older record does not replace a newer one (True)."""
         self._sweep()
         self._drop_expired(key)
         held = self._keys.get(key, {}).get(owner)
@@ -328,7 +328,7 @@ class RecordStore:
             self._remove(key, owner)
 
     def _sweep(self) -> None:
-        """All keys, at most every few seconds: records of keys that are not touched must go too."""
+        """Drop expired records of all keys, at most every few seconds: keys that nobody uses must shrink too."""
         now = self._clock()
         if now < self._next_sweep:
             return

@@ -1,8 +1,8 @@
-"""What time it is in the swarm: records expire by it, so daemons must agree on it, whatever their machines' clocks say.
+"""The swarm's time. Records expire by it, so daemons must agree on it, whatever their machines' clocks say.
 
-A daemon's clock starts with its machine's time, and from then on goes with the monotonic clock: that somebody sets the
-machine's time in the middle of a run changes nothing. Every answer to a ping carries the other end's time. A daemon
-that finds itself alone with its time among others who agree goes by theirs.
+A daemon's clock starts with its machine's time and then advances with the monotonic clock, so that setting the
+machine's clock in the middle of a run changes nothing. Every answer to a ping carries the other end's time. A daemon
+whose time differs adopts the time of the largest group of neighbours that agree.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from swarmtrain import world
 
-TOLERANCE_S = 3.0  # differences that do not matter: a way there and back, and clocks that are set by NTP
+TOLERANCE_S = 3.0  # clocks agree within this: it covers a round trip and the error of NTP
 
 
 class SwarmClock:
@@ -29,15 +29,15 @@ class SwarmClock:
         return self() - world.wall()
 
     def shift(self, seconds: float) -> None:
-        """Others know better."""
+        """Set the clock forward by `seconds`, to the others' time."""
         self._ahead_s += seconds
 
 
 def agreed_shift(offsets: Iterable[float], *, yields: bool) -> float:
-    """By how much a clock should be set, given how far those of others are ahead of it; 0 if it is right.
+    """By how many seconds to shift a clock, given by how much others are ahead of it; 0 if it is right.
 
-    The largest group that agrees counts, this clock included. Between two groups of one size it stays as it is, unless
-    it `yields`: of two daemons that are alone with each other, the one that came later does.
+    The largest group that agrees decides, this clock included. In a tie the clock keeps its time, unless it `yields`:
+    of two daemons that are alone with each other, the later one yields.
     """
     others = sorted(offsets)
     own = sum(abs(offset) <= TOLERANCE_S for offset in others) + 1

@@ -1,7 +1,7 @@
-"""Peer ids and multiaddrs: text <-> bytes, strictly.
+"""Peer ids and multiaddrs: strict conversion between text and bytes.
 
 Written by hand because hivemind's own encoder gives p2pd a form of `/p2p/…` that it rejects inside relay addresses.
-Only what TCP needs is known; QUIC is left out on purpose (it loses the end of streams).
+Only TCP is supported; QUIC is left out on purpose (it loses the end of streams).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from swarmtrain.p2p.errors import AddressError
 
 MAX_ADDRESS_CHARACTERS = 512
-_REMEMBERED = 4096  # forms of addresses: the directory reads and writes the same ones all the time
+_REMEMBERED = 4096  # cached conversions: the directory reads and writes the same addresses all the time
 MAX_ADDRESS_PARTS = 16
 MAX_PEER_ID_BYTES = 64
 
@@ -68,9 +68,9 @@ def base58_decode(text: str) -> bytes:
     return b"\0" * num_zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
 
 
-@functools.lru_cache(maxsize=8192)  # base58 is slow, and the same few peers come up all the time
+@functools.lru_cache(maxsize=8192)  # base58 is slow, and the same few peers recur all the time
 def peer_id_to_bytes(peer_id: str) -> bytes:
-    """The multihash of a peer id in text form; raises AddressError unless it is one of a known key kind."""
+    """The multihash of a peer id in text form; raises AddressError unless its key kind is known."""
     if len(peer_id) > 2 * MAX_PEER_ID_BYTES:
         raise AddressError(f"a peer id of {len(peer_id)} characters is too long")
     try:
@@ -82,7 +82,7 @@ def peer_id_to_bytes(peer_id: str) -> bytes:
 
 @functools.lru_cache(maxsize=8192)
 def peer_id_from_bytes(raw: bytes) -> str:
-    """The text form of a multihash that p2pd gave us; raises AddressError for anything else."""
+    """The text form of a multihash; raises AddressError for anything else."""
     return base58_encode(_checked_peer_id(raw))
 
 
@@ -102,7 +102,7 @@ def peer_id_of_key(public_key: bytes) -> str:
 
 
 def key_of_peer_id(peer_id: str) -> bytes:
-    """The Ed25519 public key that a peer id contains; raises AddressError if it is of another kind."""
+    """The Ed25519 public key that a peer id contains; raises AddressError if its key is of another kind."""
     raw = peer_id_to_bytes(peer_id)
     if not raw.startswith(_ED25519_PREFIX):
         raise AddressError(f"{peer_id} is not the id of an Ed25519 key")
@@ -120,7 +120,7 @@ def encode_varint(number: int) -> bytes:
 
 
 def decode_varint(data: bytes | bytearray | memoryview, offset: int = 0) -> tuple[int, int] | None:
-    """(number, offset after it), None while more bytes are needed; raises AddressError beyond 9 bytes."""
+    """(number, offset after it), or None if more bytes are needed; raises AddressError beyond 9 bytes."""
     number = 0
     for index in range(9):
         if offset + index >= len(data):
@@ -165,24 +165,24 @@ class Address:
 
     @property
     def peer_id(self) -> str | None:
-        """Whose address this is, if it says so."""
+        """The peer at this address, if the address names it."""
         if self.parts and self.parts[-1][0] == "p2p":
             return self.parts[-1][1]
         return None
 
     @property
     def is_relayed(self) -> bool:
-        """True if the way leads through a relay."""
+        """True if the route passes through a relay."""
         return any(name == "p2p-circuit" for name, _ in self.parts)
 
     @property
     def port(self) -> int:
-        """TCP port of the first hop; 0 if there is none."""
+        """TCP port of the first hop, or 0."""
         return int(self.parts[1][1]) if len(self.parts) > 1 and self.parts[1][0] == "tcp" else 0
 
     @property
     def host(self) -> str:
-        """IP address or name of the first hop."""
+        """IP address or host name of the first hop."""
         return self.parts[0][1] if self.parts else ""
 
     @property
@@ -193,19 +193,19 @@ class Address:
         return ipaddress.ip_address(self.parts[0][1]).is_loopback
 
     def without_peer(self) -> Address:
-        """The same way without the name of who is at its end."""
+        """The same address without the peer id at its end."""
         return Address(self.parts[:-1]) if self.peer_id else self
 
     def with_peer(self, peer_id: str) -> Address:
-        """The same way, with `peer_id` at its end."""
+        """The same address with `peer_id` at its end."""
         return Address((*self.without_peer().parts, ("p2p", peer_id)))
 
     def through_relay(self) -> Address:
-        """The way through the relay at this address; `with_peer` says to whom."""
+        """The route through the relay at this address; add the target with `with_peer`."""
         return Address((*self.parts, ("p2p-circuit", "")))
 
     def from_here(self) -> Address:
-        """How a process on the same machine dials this listen address."""
+        """The address at which a process on the same machine dials this listen address."""
         here = {("ip4", "0.0.0.0"): ("ip4", "127.0.0.1"), ("ip6", "::"): ("ip6", "::1")}
         return Address(tuple(here.get(part, part) for part in self.parts))
 
@@ -215,12 +215,12 @@ class Address:
 
 
 def group_by_peer(addresses: Iterable[str]) -> dict[str, tuple[Address, ...]]:
-    """Dialable addresses by the peer at their end, in order; raises AddressError if one names no peer."""
+    """Dialable addresses grouped by the peer at their end, in order; raises AddressError if one names no peer."""
     grouped: dict[str, tuple[Address, ...]] = {}
     for text in addresses:
         address = Address.parse(text)
         if address.peer_id is None:
-            raise AddressError(f"{text} does not say whose address it is", fix="add /p2p/PEER_ID at its end")
+            raise AddressError(f"{text} does not name its peer", fix="add /p2p/PEER_ID at its end")
         grouped[address.peer_id] = (*grouped.get(address.peer_id, ()), address)
     return grouped
 
@@ -243,7 +243,7 @@ def _parts_of_bytes(raw: bytes) -> tuple[tuple[str, str], ...]:
     offset = 0
     while offset < len(raw):
         if len(parts) >= MAX_ADDRESS_PARTS:
-            raise AddressError("an address with too many parts")
+            raise AddressError("an address has too many parts")
         name, offset = _read_name(raw, offset)
         value, offset = _read_value(raw, offset, name)
         parts.append((name, _value_from_bytes(name, value)))
@@ -296,7 +296,7 @@ def _value_to_bytes(name: str, value: str) -> bytes:
 
 
 def _unscoped(address: ipaddress.IPv6Address) -> ipaddress.IPv6Address:
-    """The address; ValueError if it has a scope: the bytes have no place for an interface of one machine."""
+    """The address; ValueError if it has a scope, which the binary form cannot express."""
     if address.scope_id is not None:
         raise ValueError("a scope (%...) is not supported")
     return address
@@ -328,7 +328,7 @@ def _value_from_bytes(name: str, raw: bytes) -> str:
 def _read_name(raw: bytes, offset: int) -> tuple[str, int]:
     header = decode_varint(raw, offset)
     if header is None or header[0] not in _NAMES:
-        raise AddressError("an address with an unknown or cut protocol code")
+        raise AddressError("an address has an unknown or truncated protocol code")
     return _NAMES[header[0]], header[1]
 
 
@@ -337,8 +337,8 @@ def _read_value(raw: bytes, offset: int, name: str) -> tuple[bytes, int]:
     if length is None:
         header = decode_varint(raw, offset)
         if header is None:
-            raise AddressError("an address that is cut short")
+            raise AddressError("an address is truncated")
         length, offset = header
     if length > len(raw) - offset:
-        raise AddressError("an address that is cut short")
+        raise AddressError("an address is truncated")
     return raw[offset : offset + length], offset + length

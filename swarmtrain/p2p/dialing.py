@@ -1,8 +1,8 @@
-"""Where peers can be dialed, and whether anything listens there: asked before p2pd dials, which remembers failures.
+"""The address book, and a TCP probe before every dial, because p2pd remembers failed dials.
 
-After a failed dial libp2p refuses to try that address again for 5 s, then 6, 9, 14 s and so on. A daemon that is
-started again within a second, as ours are, would stay out of reach for as long. So p2pd is sent only where a plain TCP
-connection was just made: its memory stays clean, and a peer that came back is reached at once.
+After a failed dial libp2p does not dial that address again for 5 s, then 6, 9, 14 s and so on. A daemon that restarts
+within a second, as ours do, would stay unreachable for that long. So p2pd dials only where a plain TCP connection has
+just succeeded: its back-off list stays empty, and a restarted peer is reached at once.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Probe = Callable[[str, int], Awaitable[None]]  # host and port; raises OSError i
 
 
 class AddressBook:
-    """Addresses by peer; the least recently learned go first when there are too many."""
+    """Addresses by peer, bounded: the least recently learned peer is dropped first."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, tuple[Address, ...]] = OrderedDict()
-        self._in_doubt: set[str] = set()  # known peers that could not be reached the last time
+        self._in_doubt: set[str] = set()  # known peers whose last dial failed
 
     def get(self, peer_id: str) -> tuple[Address, ...]:
-        """What is known of a peer; empty if nothing."""
+        """The known addresses of a peer; may be empty."""
         return self._known.get(peer_id, ())
 
     def learn(self, addresses: Iterable[str], *, of: str | None = None) -> None:
-        """Remember addresses (with /p2p/…), in place of what was known of those peers.
+        """Remember addresses (with /p2p/…), replacing the known ones of those peers.
 
-        They may come from strangers: what is no address, or not one `of` that peer (if given), is ignored. Give `of`
-        for what a peer says of itself, or it could replace the addresses of others.
+        The addresses may come from untrusted peers: malformed ones are ignored, and so are those of other peers than
+        `of`, if that is given. Pass `of` for what a peer states for itself, or it could replace others' addresses.
         """
         for peer_id, parsed in _readable(addresses).items():
             if of is not None and peer_id != of:
@@ -50,12 +50,12 @@ class AddressBook:
             self._in_doubt.discard(self._known.popitem(last=False)[0])
 
     def hear(self, addresses: Iterable[str], *, of: str) -> None:
-        """As `learn`, for what others say of a peer: taken only if nothing is known of it, or nothing that worked."""
+        """As `learn`, for hearsay: ignored if addresses of that peer are known and the last dial did not fail."""
         if of not in self._known or of in self._in_doubt:
             self.learn(addresses, of=of)
 
     def dialed(self, peer_id: str, *, reached: bool) -> None:
-        """Whether what is known of a peer has led to it."""
+        """Note whether the known addresses of a peer have reached it."""
         if reached:
             self._in_doubt.discard(peer_id)
         elif peer_id in self._known:
@@ -63,29 +63,29 @@ class AddressBook:
 
 
 def _readable(addresses: Iterable[str]) -> dict[str, tuple[Address, ...]]:
-    """`group_by_peer` of those that can be read; the others are left out."""
+    """As `group_by_peer`, without the malformed addresses."""
     grouped: dict[str, tuple[Address, ...]] = {}
     for text in addresses:
         try:
             ((peer_id, parsed),) = group_by_peer([text]).items()
         except AddressError as error:
-            logger.debug("an address that is none was ignored: %s", error)
+            logger.debug("a malformed address was ignored: %s", error)
             continue
         grouped[peer_id] = (*grouped.get(peer_id, ()), *parsed)
     return grouped
 
 
 async def connect_once(host: str, port: int) -> None:
-    """Make a TCP connection and end it. Raises OSError."""
+    """Open a TCP connection and close it. Raises OSError."""
     _, writer = await asyncio.open_connection(host, port)
     writer.transport.abort()
 
 
 async def answering(addresses: Iterable[Address], probe: Probe, *, timeout_s: float) -> tuple[tuple[Address, ...], str]:
-    """Those whose first hop takes TCP connections, in order, and why others do not ("" if all do).
+    """The addresses whose first hop accepts TCP connections, in order, and why the others do not ("" if all do).
 
-    Of an address through a relay, the relay is asked. Once one has answered, the others get a moment more: a firewall
-    swallows dials in silence, and a direct way is worth waiting for when a relay was quicker.
+    For an address through a relay the first hop is the relay. Once one has answered, the others get a moment more: a
+    firewall may drop a dial silently, and a direct route is worth a short wait if the relay was quicker.
     """
     asked = tuple(addresses)
     loop = asyncio.get_running_loop()

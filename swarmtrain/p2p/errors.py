@@ -1,6 +1,6 @@
-"""What can go wrong with this host and on the way to a peer, each with an id and a way out.
+"""Errors of this host and of reaching peers, each with an id and a fix.
 
-Errors of a start are precise about their cause: a volunteer who reads one line knows which of them it was.
+Start-up errors name their cause precisely: a volunteer who reads one line knows what went wrong.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from swarmtrain.errors import ExitCode, SwarmtrainError
 
 
 class NetError(SwarmtrainError):
-    """Base of all network errors. A caller may try another peer, or the same one later."""
+    """Base of all network errors. The caller may try another peer, or the same peer later."""
 
     error_id = "ST-NET"
     exit_code = ExitCode.UNREACHABLE
 
 
 class PeerUnreachable(NetError):
-    """No stream to the peer could be opened, or it failed so recently that it is not tried again yet."""
+    """No stream to the peer could be opened, or the last attempt failed so recently that the back-off still lasts."""
 
     error_id = "ST-PEER-UNREACHABLE"
 
@@ -37,21 +37,21 @@ class HostError(NetError):
 
 
 class AddressError(HostError):
-    """A text or a byte string that is not a multiaddr or peer id we can use."""
+    """A text or byte string is not a multiaddr or peer id that this program supports."""
 
     error_id = "ST-ADDRESS"
     exit_code = ExitCode.USAGE
 
 
 class HostOptionsError(HostError):
-    """Host options that contradict each other."""
+    """Host options contradict each other."""
 
     error_id = "ST-HOST-OPTIONS"
     exit_code = ExitCode.USAGE
 
 
 class AddressInUseError(HostError):
-    """Another program listens on the address asked for."""
+    """Another program listens on the requested address."""
 
     error_id = "ST-ADDRESS-IN-USE"
     exit_code = ExitCode.USAGE
@@ -65,7 +65,7 @@ class AddressInUseError(HostError):
 
 
 class CannotListenError(HostError):
-    """The listen address is not one of this machine's, or may not be used by this user."""
+    """The listen address does not belong to this machine, or this user may not use it."""
 
     error_id = "ST-CANNOT-LISTEN"
     exit_code = ExitCode.USAGE
@@ -93,17 +93,19 @@ class P2pdUnusableError(HostError):
 
 
 class P2pdFailedError(HostError):
-    """p2pd started and ended again; carries what it printed last."""
+    """p2pd ended during its start; the message has the last line that it printed."""
 
     error_id = "ST-P2PD-FAILED"
     exit_code = ExitCode.INTERNAL
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"p2pd ended while starting: {reason}", fix="the log has all that p2pd printed")
+        super().__init__(
+            f"p2pd ended while starting: {reason}", fix="read the log: it has everything that p2pd printed"
+        )
 
 
 class P2pdTimeoutError(HostError):
-    """p2pd runs but did not become ready, or did not answer, in time."""
+    """p2pd runs but was not ready, or did not answer, in time."""
 
     error_id = "ST-P2PD-TIMEOUT"
 
@@ -115,7 +117,7 @@ class P2pdTimeoutError(HostError):
 
 
 class HostDownError(HostError):
-    """The own p2pd is gone (a new one is being started), or the host was closed."""
+    """This host's own p2pd has ended (a new one is being started), or the host is closed."""
 
     error_id = "ST-HOST-DOWN"
 
@@ -128,7 +130,7 @@ class StateDirectoryError(HostError):
 
 
 class StateDirectoryInUseError(StateDirectoryError):
-    """Another daemon runs on the same state directory, with the same identity."""
+    """Another daemon uses the same state directory, and so the same identity."""
 
     error_id = "ST-STATE-DIR-IN-USE"
     exit_code = ExitCode.USAGE
@@ -141,7 +143,7 @@ class StateDirectoryInUseError(StateDirectoryError):
 
 
 class IdentityError(StateDirectoryError):
-    """A key file that is damaged or of an unknown kind. Never overwritten."""
+    """A key file is damaged or of an unknown kind. It is never overwritten."""
 
     error_id = "ST-IDENTITY"
     exit_code = ExitCode.FILES
@@ -149,7 +151,7 @@ class IdentityError(StateDirectoryError):
 
 @dataclass(frozen=True, slots=True)
 class DialResult:
-    """What became of dialing one peer. `error` is None when it is connected, else one line."""
+    """The outcome of dialing one peer. `error` is None if it is connected, else one line."""
 
     peer_id: str
     addresses: tuple[str, ...]
@@ -161,7 +163,7 @@ class DialResult:
 
 
 class BootstrapError(HostError):
-    """None of the bootstrap peers could be reached by a daemon that starts; lists each with its reason."""
+    """A starting daemon could reach none of its bootstrap peers; the message lists each with its reason."""
 
     error_id = "ST-BOOTSTRAP"
 
@@ -169,6 +171,6 @@ class BootstrapError(HostError):
         listed = "; ".join(str(result) for result in results)
         super().__init__(
             f"no bootstrap peer can be reached: {listed}",
-            fix="check the network of this machine, that the run is still going, and that the invite is not outdated",
+            fix="check this machine's network, that the run is still active, and that the invite is not outdated",
         )
         self.results = tuple(results)

@@ -1,7 +1,7 @@
-"""The libp2p host of a daemon: an identity, a listening port, and raw streams to peers by their id.
+"""The libp2p host of a daemon: an identity, a listening port, and raw streams to peers by id.
 
-A `Transport` over hivemind's p2pd. p2pd is watched: when it dies or hangs, a new one is started with the same identity
-and port, and the owner is told.
+A `Transport` over hivemind's p2pd. The host supervises p2pd: when it dies or hangs, the host starts a new one with the
+same identity and port, and emits an event.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 PROTOCOL = "/swarmtrain/1"
 PORT_WAIT_S = 2.0  # how long a killed predecessor may hold our port
 CLOSE_WAIT_S = 3.0
-UP_S = 2.0  # a p2pd that does not say who it is within this time hangs
-REDIAL_HEAD_START_S = 2.0  # a new p2pd knows no peers: let the bootstrap peers come first
+UP_S = 2.0  # a p2pd that does not answer IDENTIFY within this time counts as hung
+REDIAL_HEAD_START_S = 2.0  # a new p2pd knows no peers: dial the bootstrap peers before the restart is announced
 RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Host:
-    """See the module. Made by `Host.start`; a `Transport`."""
+    """See the module docstring. Made by `Host.start`; a `Transport`."""
 
     def __init__(self, options: HostOptions, state: StateDirectory, identity: Identity) -> None:
         self.options = options
@@ -64,7 +64,7 @@ class Host:
     async def start(cls, options: HostOptions) -> Host:
         """Lock the state directory, start p2pd, dial the bootstrap peers.
 
-        Raises the error that names the cause (see errors.py); then nothing of it is left behind.
+        On failure, release everything and raise the error that names the cause (see errors.py).
         """
         options.check()
         state = StateDirectory.acquire(options.state_dir)
@@ -91,7 +91,7 @@ class Host:
         if results and self.options.require_bootstrap and all(result.error for result in results):
             raise BootstrapError(results)
         if self.options.relays and self._p2pd is not None:
-            await self._look_after(self._p2pd)  # so that the first address others hear of works
+            await self._look_after(self._p2pd)  # so that the first address that others learn works
         self._spawn(self._keep(), "keep the host healthy")
 
     # ---- Transport --------------------------------------------------------------------------------------------------
@@ -102,13 +102,13 @@ class Host:
         return self.identity.peer_id
 
     def listen(self, accept: Callable[[ByteStream], None]) -> None:
-        """Call `accept` for every incoming stream from now on; until then they are refused."""
+        """Call `accept` for every incoming stream from now on; earlier ones are refused."""
         self._incoming.accept = accept
 
     async def open(self, peer_id: str, *, timeout_s: float) -> ByteStream:
         """A new stream to `peer_id`. Raises PeerUnreachable, HostDownError or AddressError within `timeout_s`.
 
-        While p2pd is being restarted it waits for it; an opening that p2pd's death interrupts fails at once.
+        While p2pd restarts, the call waits for it; a call that p2pd's death interrupts fails at once.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -127,9 +127,9 @@ class Host:
         return stream
 
     async def _reach(self, p2pd: P2pd, peer_id: str, addresses: tuple[Address, ...], timeout_s: float) -> None:
-        """Make sure there is a connection; p2pd only dials where something listens (see dialing.py).
+        """Ensure a connection; p2pd dials only addresses that accept connections (see dialing.py).
 
-        Without an address it is left to p2pd, which may have been told one. Raises PeerUnreachable, HostDownError.
+        Without a known address, p2pd tries alone: it may know one. Raises PeerUnreachable, HostDownError.
         """
         if not addresses or peer_id in await p2pd.connected_peers():
             return
@@ -143,21 +143,21 @@ class Host:
             raise
         self._book.dialed(peer_id, reached=True)
 
-    # ---- more than a Transport --------------------------------------------------------------------------------------
+    # ---- beyond Transport -------------------------------------------------------------------------------------------
 
     def addresses(self) -> tuple[str, ...]:
-        """Where others can dial this host, best first, each with /p2p/…. Relay addresses come and go."""
+        """The addresses at which others can dial this host, best first, with /p2p/…. Those of relays may change."""
         return self._addresses
 
     async def call(self, peer_id: str, protocol: str, payload: bytes, *, timeout_s: float) -> bytes:
-        """One small call (the directory's). Raises PeerUnreachable, HostDownError; at once if p2pd is away."""
+        """One small call (the directory's). Raises PeerUnreachable, or HostDownError (at once while p2pd is down)."""
         if self._p2pd is None or not self.is_ready:
-            raise HostDownError("p2pd is away")
+            raise HostDownError("p2pd is down")
         await self._reach(self._p2pd, peer_id, self._book.get(peer_id), timeout_s)
         return await self._p2pd.calls.call(peer_id, protocol, payload, timeout_s=timeout_s)
 
     async def serve_calls(self, protocol: str, handler: CallHandler) -> None:
-        """Answer calls of `protocol` from now on, also after p2pd was restarted."""
+        """Answer calls of `protocol` from now on, after restarts of p2pd too."""
         self._call_handlers[protocol] = handler
         p2pd = await self._running_p2pd()
         await p2pd.calls.serve(protocol, handler)
@@ -173,7 +173,7 @@ class Host:
         return self._p2pd.process_id if self._p2pd is not None else None
 
     async def is_up(self) -> bool:
-        """See `Transport`. p2pd is asked: its streams end a moment before its death is known."""
+        """See `Transport`. Asks p2pd, because its streams end a moment before its death is noticed."""
         if self._p2pd is None or not self.is_ready:
             return False
         try:
@@ -187,30 +187,26 @@ class Host:
         await self._running_p2pd()
 
     def learn(self, addresses: Iterable[str], *, of: str | None = None) -> None:
-        """Remember addresses (with /p2p/…) for later `open` calls, in place of what was known of those peers.
-
-        They may come from strangers: what is no address, or not one `of` that peer (if given), is ignored. Give `of`
-        for what a peer says of itself, or it could replace the addresses of others.
-        """
+        """Remember addresses (with /p2p/…) for later `open` calls; see `AddressBook.learn`."""
         self._book.learn(addresses, of=of)
 
     def hear(self, addresses: Iterable[str], *, of: str) -> None:
-        """As `learn`, for what others say of a peer: taken only if nothing is known of it, or nothing that worked."""
+        """Remember addresses of a peer that others state; see `AddressBook.hear`."""
         self._book.hear(addresses, of=of)
 
     def known_addresses(self, peer_id: str) -> tuple[str, ...]:
-        """Where a peer can be dialed, as far as this host was told."""
+        """The addresses of a peer, as far as this host knows them."""
         return tuple(str(address) for address in self._book.get(peer_id))
 
     async def connect(self, addresses: Iterable[str]) -> list[DialResult]:
-        """Dial every peer named in `addresses`, all at once; one result per peer (this host itself left out)."""
+        """Dial every peer named in `addresses`, all at once; one result per peer, without this host itself."""
         grouped = group_by_peer(addresses)
         grouped.pop(self.peer_id, None)
         self.learn(str(address) for way in grouped.values() for address in way)
         return list(await asyncio.gather(*(self._dial(peer_id, way) for peer_id, way in grouped.items())))
 
     async def connected_peers(self) -> set[str]:
-        """Ids of all peers this host has a connection to."""
+        """Ids of all peers to which this host has a connection."""
         p2pd = await self._running_p2pd()
         return await p2pd.connected_peers()
 
@@ -219,11 +215,11 @@ class Host:
         self._subscribers.append(callback)
 
     async def close(self) -> None:
-        """End p2pd and all streams, remove the sockets, unlock the state directory. Takes a few seconds at most."""
+        """End p2pd and all streams, remove the sockets, unlock the state directory. Takes at most a few seconds."""
         if self._closing.is_set():
             return
         self._closing.set()
-        self._ready.set()  # tasks that wait for p2pd wake up and see that the host is closed
+        self._ready.set()  # wakes tasks that wait for p2pd; they see that the host is closed
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -272,7 +268,7 @@ class Host:
         return await P2pd.start(options, timeout_s=timeout_s)
 
     async def _supervise(self) -> None:
-        """Whenever p2pd is gone, start another one, for as long as it takes."""
+        """Whenever p2pd ends, start a new one, however many attempts it takes."""
         while True:
             assert self._p2pd is not None
             await self._p2pd.died.wait()
@@ -298,7 +294,7 @@ class Host:
                 self._tell(HostEventKind.RESTART_FAILED, f"p2pd did not start (attempt {num_failures}): {error}")
 
     async def _keep(self) -> None:
-        """Now and then: does p2pd answer, are bootstrap peers and relays connected, did our addresses change."""
+        """Check regularly that p2pd answers and that bootstrap peers and relays are connected; update our addresses."""
         num_silent = 0
         while True:
             await asyncio.sleep(self.options.health_interval_s)
@@ -309,7 +305,7 @@ class Host:
             except P2pdTimeoutError:
                 num_silent += 1
                 if num_silent >= 2:
-                    logger.warning("p2pd does not answer any more; it is ended and started again")
+                    logger.warning("p2pd no longer answers; it is killed and restarted")
                     p2pd.kill()
                     num_silent = 0
             except NetError as error:
@@ -337,7 +333,7 @@ class Host:
             logger.info("no reservation: %s", error)
             return False
         if not reservation.is_useful:
-            logger.warning("%s was not started as a relay: it cuts after %d bytes", relay, reservation.circuit_bytes)
+            logger.warning("%s is not a real relay: it cuts after %d bytes", relay, reservation.circuit_bytes)
         return reservation.is_useful
 
     async def _dial(self, peer_id: str, addresses: tuple[Address, ...]) -> DialResult:
@@ -366,7 +362,7 @@ class Host:
             self._addresses = addresses
             self._tell(HostEventKind.ADDRESSES_CHANGED, ", ".join(addresses))
 
-    # ---- small things -----------------------------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _tell(self, kind: HostEventKind, detail: str) -> None:
         logger.info("%s: %s", kind.value, detail)
@@ -384,6 +380,6 @@ class Host:
 def _report_failure(task: asyncio.Task[None]) -> None:
     error = None if task.cancelled() else task.exception()
     if isinstance(error, NetError):
-        logger.info("could not %s: %s", task.get_name(), error)  # p2pd went away meanwhile: that is looked after
+        logger.info("could not %s: %s", task.get_name(), error)  # p2pd went down meanwhile: `_supervise` handles it
     elif error is not None:
         logger.error("the task %r failed", task.get_name(), exc_info=error)

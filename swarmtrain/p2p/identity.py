@@ -1,7 +1,7 @@
-"""Keys: a daemon's libp2p identity, and the key a run is signed with. Both are Ed25519.
+"""Keys: a daemon's libp2p identity, and the key that signs a run. Both are Ed25519.
 
-An Ed25519 peer id contains the public key, so a signature can be checked with nothing but the peer id, and p2pd's own
-default identities are of this kind too.
+An Ed25519 peer id contains the public key, so that a peer id is enough to check a signature. p2pd's own default
+identities are of this kind too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RUN_KEY_PREFIX = b"swarmtrain run key 1\n"
 
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
-    """True if `signature` of `data` was made by the owner of the raw Ed25519 `public_key`. Never raises."""
+    """Whether `signature` is the signature of `data` by the raw Ed25519 `public_key`. Never raises."""
     if len(public_key) != PUBLIC_KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     try:
@@ -53,7 +53,7 @@ class SigningKey:
 
 
 class Identity(SigningKey):
-    """Who a daemon is on the network. One per state directory, in the file that p2pd reads."""
+    """A daemon's identity on the network: one per state directory, in the file that p2pd reads."""
 
     def __init__(self, seed: bytes) -> None:
         super().__init__(seed)
@@ -61,14 +61,14 @@ class Identity(SigningKey):
 
     @classmethod
     def generate(cls) -> Identity:
-        """A new identity, not saved anywhere."""
+        """A new identity, not saved."""
         return cls(world.token_bytes(SEED_BYTES))
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """The identity in `path`, made and saved there (mode 600) if there is none.
+        """The identity in `path`; if there is no file, a new one is saved there (mode 600).
 
-        Raises IdentityError if the file is damaged: a new identity is never written over an old one.
+        Raises IdentityError if the file is damaged: a new identity never replaces an old one.
         """
         try:
             raw = _read_private_file(path)
@@ -81,7 +81,7 @@ class Identity(SigningKey):
             raise IdentityError(f"{path} is not an identity of swarmtrain", fix="restore the file or remove it")
         identity = cls(seed)
         if raw[-32:] != identity.public_bytes:
-            raise IdentityError(f"{path} is damaged: its two halves do not belong together", fix="restore or remove it")
+            raise IdentityError(f"{path} is damaged: private and public key do not match", fix="restore or remove it")
         return identity
 
 
@@ -90,7 +90,7 @@ class RunKey(SigningKey):
 
     @classmethod
     def generate(cls) -> RunKey:
-        """A new run key, not saved anywhere."""
+        """A new run key, not saved."""
         return cls(world.token_bytes(SEED_BYTES))
 
     @classmethod
@@ -105,12 +105,12 @@ class RunKey(SigningKey):
         return cls(raw[len(_RUN_KEY_PREFIX) :])
 
     def save(self, path: Path) -> None:
-        """Write the key with mode 600. An existing file is replaced whole or left untouched."""
+        """Write the key with mode 600. An existing file is replaced completely or not at all."""
         _write_private_file(path, _RUN_KEY_PREFIX + self._seed)
 
 
 def _read_private_file(path: Path) -> bytes:
-    """At most 4 KiB of `path`; its mode is tightened to 600 if others could read it."""
+    """Up to 4 KiB of `path`; if others could read the file, its mode becomes 600."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_mode & 0o077:
@@ -131,6 +131,6 @@ def _write_private_file(path: Path, data: bytes) -> None:
             file.write(data)
         world.sync(partial)
         os.replace(partial, path)
-        world.sync(path.parent)  # the name, too: without it the key may be gone after a loss of power
+        world.sync(path.parent)  # the directory entry too, or a power failure may lose the key
     except OSError as error:
         raise StateDirectoryError(f"cannot write {path}: {error.strerror}", fix="check owner, mode, space") from error

@@ -1,6 +1,6 @@
-"""What the rooms above see of a host: byte streams to peers, small calls, its options and its events.
+"""The interface of a host for the packages above: byte streams to peers, small calls, options and events.
 
-`Host` is libp2p's; the simulated swarm has one in memory (swarmtrain/simulated/host.py).
+`Host` implements it with libp2p; the simulated swarm has one in memory (swarmtrain/simulated/host.py).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ CallHandler = Callable[[str, bytes], Awaitable[bytes]]  # (peer id of the caller
 
 
 class StreamReceiver(Protocol):
-    """What a link hands to its stream; called on the event loop's thread only (as `asyncio.BufferedProtocol`)."""
+    """The receiving side of a stream, called on the event loop's thread only (as `asyncio.BufferedProtocol`)."""
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go. Never empty."""
+        """The buffer for the next bytes. Never empty."""
 
     def buffer_updated(self, num_bytes: int) -> None:
         """`num_bytes` were written to the start of the last buffer."""
 
     def stream_closed(self, error: Exception | None) -> None:
-        """The stream is gone. Called exactly once; nothing is called after it."""
+        """The stream has ended. Called exactly once, as the last call."""
 
     def pause_writing(self) -> None:
         """The outgoing buffer is above its high-water mark: stop writing."""
@@ -39,7 +39,7 @@ class StreamReceiver(Protocol):
 
 
 class ByteStream(Protocol):
-    """An open pipe. Bytes that arrived before `start` are kept and delivered then."""
+    """An open stream. Bytes that arrive before `start` are kept and delivered then."""
 
     @property
     def peer_id(self) -> str:
@@ -53,7 +53,7 @@ class ByteStream(Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """What was written and is still here: falls while the other end takes anything."""
+        """Bytes written and still buffered here: the number falls while the other end reads."""
 
     def pause_reading(self) -> None:
         """Deliver nothing until `resume_reading`: back-pressure reaches the other end."""
@@ -62,10 +62,10 @@ class ByteStream(Protocol):
         """Undo `pause_reading`."""
 
     def close(self) -> None:
-        """Flush what is queued, then close. Unread input is lost at the other end's peril: let the receiver close."""
+        """Flush the queue, then close. Input that is not read yet may be lost: let the receiving end close."""
 
     def abort(self) -> None:
-        """Close at once, dropping what is queued."""
+        """Close at once and drop the queue."""
 
 
 class Transport(Protocol):
@@ -76,33 +76,33 @@ class Transport(Protocol):
         """This end's identity."""
 
     async def open(self, peer_id: str, *, timeout_s: float) -> ByteStream:
-        """A new stream to `peer_id`; raises a `NetError` within `timeout_s` if that cannot be had."""
+        """A new stream to `peer_id`; raises a `NetError` within `timeout_s` if it cannot be opened."""
 
     async def is_up(self) -> bool:
-        """Whether this end itself works. Asked when something has failed: if not, it says nothing about others."""
+        """Whether this end itself works. While it does not, a failure says nothing about other peers."""
 
     def listen(self, accept: Callable[[ByteStream], None]) -> None:
         """Call `accept` for every incoming stream from now on."""
 
 
 class CallNetwork(Protocol):
-    """What a node needs of the host below it."""
+    """The part of a host that the directory needs."""
 
     @property
     def peer_id(self) -> str:
         """This end's identity."""
 
     def addresses(self) -> tuple[str, ...]:
-        """Where this end can be dialed, best first."""
+        """The addresses at which this end can be dialed, best first."""
 
     def known_addresses(self, peer_id: str) -> tuple[str, ...]:
-        """Where a peer can be dialed, as far as this end knows."""
+        """The addresses of a peer, as far as this end knows them."""
 
     def learn(self, addresses: Iterable[str], *, of: str | None = None) -> None:
-        """Remember what a peer says of itself."""
+        """Remember the addresses that a peer states for itself."""
 
     def hear(self, addresses: Iterable[str], *, of: str) -> None:
-        """Remember what others say of a peer, unless something better is known."""
+        """Remember the addresses that others state for a peer, unless better ones are known."""
 
     async def call(self, peer_id: str, protocol: str, payload: bytes, *, timeout_s: float) -> bytes:
         """One small call; raises a NetError within `timeout_s`."""
@@ -120,7 +120,7 @@ class NetworkHost(Transport, CallNetwork, Protocol):
 
     @property
     def options(self) -> HostOptions:
-        """How it was started."""
+        """The options with which it was started."""
 
     @property
     def identity(self) -> Identity:
@@ -128,27 +128,27 @@ class NetworkHost(Transport, CallNetwork, Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """False while the transport is away."""
+        """False while the transport is down."""
 
     async def wait_ready(self) -> None:
-        """Return when the transport is there; raises HostDownError if the host is closed meanwhile."""
+        """Return when the transport is up; raises HostDownError if the host is closed meanwhile."""
 
     def subscribe(self, callback: Callable[[HostEvent], None]) -> None:
         """Call `callback` with every event from now on."""
 
     async def close(self) -> None:
-        """End it, and everything that it has opened."""
+        """End the host and everything that it has opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
     """How a daemon takes part in the network.
 
-    `announce`: what others are told to dial instead of the listen addresses (port forwarding).
+    `announce`: addresses that others dial instead of the listen addresses (port forwarding).
     `bootstrap`, `use_relays`: addresses with /p2p/…. `relay`: serve as a relay for others; needs a reachable address.
-    `behind_nat`: True takes no direct connections for granted and keeps a reservation at every relay; None does so only
-    if relays are given. `require_bootstrap`: a start with all bootstrap peers down is an error. `probe`: how to ask
-    whether something listens; another one is needed only where p2pd is not on the same network as this process.
+    `behind_nat`: True expects no direct connections and keeps a reservation at every relay; None does so only if relays
+    are given. `require_bootstrap`: fail the start if no bootstrap peer can be reached. `probe`: tests whether an
+    address accepts connections; a test replaces it where p2pd is not on the same network as this process.
     """
 
     state_dir: Path
@@ -163,7 +163,7 @@ class HostOptions:
     start_timeout_s: float = 15.0
     dial_timeout_s: float = 5.0
     health_interval_s: float = 5.0
-    health_timeout_s: float = 10.0  # p2pd is ended after two health checks without an answer
+    health_timeout_s: float = 10.0  # p2pd is killed after two health checks without an answer
     max_incoming_streams: int = 4096
     max_incoming_streams_per_peer: int = 64
     p2pd_binary: Path | None = None
@@ -171,7 +171,7 @@ class HostOptions:
 
     @property
     def relays(self) -> tuple[str, ...]:
-        """The relays at which a reservation is kept."""
+        """The relays at which this host keeps a reservation."""
         return self.use_relays if self.behind_nat is not False else ()
 
     def check(self) -> None:
@@ -190,17 +190,17 @@ class HostOptions:
 
 
 class HostEventKind(StrEnum):
-    """What a host tells its owner."""
+    """The events of a host."""
 
-    P2PD_DIED = "p2pd-died"  # all streams are gone; a restart is under way
+    P2PD_DIED = "p2pd-died"  # all streams have ended; the host is restarting it
     P2PD_RESTARTED = "p2pd-restarted"  # same identity, same port; streams can be opened again
-    RESTART_FAILED = "restart-failed"  # it is tried again
+    RESTART_FAILED = "restart-failed"  # the host tries again
     ADDRESSES_CHANGED = "addresses-changed"
 
 
 @dataclass(frozen=True, slots=True)
 class HostEvent:
-    """One event with one line for people."""
+    """One event, with one line for people."""
 
     kind: HostEventKind
     detail: str

@@ -1,8 +1,7 @@
 """The p2pd child process: its command line, its start and end, and requests on its control socket.
 
-p2pd follows its parent by itself: it ends when its last persistent connection closes. `P2pd` holds one such connection
-(`calls`) from the moment p2pd is ready; until then `-idleTimeout` bounds p2pd's life. So even SIGKILL of this process
-leaves no p2pd behind.
+p2pd ends by itself when its last persistent connection closes. `P2pd` holds one such connection (`calls`) as soon as
+p2pd is ready; until then `-idleTimeout` bounds p2pd's life. So even SIGKILL of this process leaves no p2pd behind.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from swarmtrain.p2p.p2pd_calls import P2pdCalls, framed, hivemind_directory, p2p
 from swarmtrain.p2p.p2pd_stream import P2pdStream
 
 logger = logging.getLogger(__name__)
-IDLE_TIMEOUT_S = 20  # p2pd's life without a persistent connection; longer than any start on a busy machine
+IDLE_TIMEOUT_S = 20  # how long p2pd lives without a persistent connection; longer than a start on a busy machine
 STOP_DEADLINE_S = 3.0
 MAX_LINE_CHARACTERS = 2000
-# libp2p's connection manager cuts connections without asking whether a stream is busy: far above what a peer needs.
+# libp2p's connection manager closes connections even with busy streams, so its limits are far above what a peer needs.
 CONNECTIONS_LOW, CONNECTIONS_HIGH = 4096, 8192
-# p2pd's defaults: 16 circuits of a peer, each cut after 4 GiB or half an hour, with 2 x 16 MiB of buffers.
+# p2pd's defaults are too small: 16 circuits per peer, each cut after 4 GiB or half an hour, with 2 x 16 MiB of buffers.
 RELAY_LIMITS = {
     "relayMaxCircuits": "128",
     "relayMaxReservations": "1024",
@@ -48,9 +47,9 @@ RELAY_LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class P2pdOptions:
-    """All that decides p2pd's command line. Addresses are texts of checked multiaddrs.
+    """Everything that p2pd's command line depends on. Addresses are checked multiaddrs, as text.
 
-    Without an identity file, p2pd has a new identity; without listen addresses, it only dials.
+    Without an identity file p2pd generates an identity; without listen addresses it only dials.
     """
 
     binary: Path
@@ -62,9 +61,10 @@ class P2pdOptions:
     port_mapping: bool = False
 
     def command_line(self) -> list[str]:
-        """Noise is off: TLS is faster wherever a CPU has AES. Automatic relays are off: see relay.py. No QUIC.
+        """The arguments that start p2pd.
 
-        p2pd's own DHT is off: it dials whenever it likes, and so fills libp2p's list of peers not to be dialed again.
+        Noise is off, because TLS is faster on every CPU with AES. Automatic relays are off (see relay.py), and so is
+        QUIC. p2pd's own DHT is off, because it dials at will and fills libp2p's list of peers in dial back-off.
         """
         flags: dict[str, str] = {
             "id": str(self.identity_file or ""),
@@ -86,7 +86,10 @@ class P2pdOptions:
             "connHi": str(CONNECTIONS_HIGH),
         }
         if self.serve_relay:
-            flags |= {"forceReachabilityPublic": "1", **RELAY_LIMITS}  # it serves only when sure to be reachable
+            flags |= {
+                "forceReachabilityPublic": "1",
+                **RELAY_LIMITS,
+            }  # else p2pd first waits to be sure that it is reachable
         return [str(self.binary), *(f"-{name}={value}" for name, value in flags.items() if value)]
 
 
@@ -95,12 +98,12 @@ def _flag(value: bool) -> str:
 
 
 def bundled_p2pd() -> Path:
-    """Where hivemind keeps its p2pd."""
+    """The path of the p2pd that hivemind installs."""
     return hivemind_directory() / "hivemind_cli" / "p2pd"
 
 
 class P2pd:
-    """A running p2pd. Made by `P2pd.start`; `died` is set the moment it is gone, whatever ended it."""
+    """A running p2pd, made by `P2pd.start`. `died` is set as soon as the process has ended, for whatever reason."""
 
     def __init__(self, options: P2pdOptions, process: asyncio.subprocess.Process) -> None:
         self.options = options
@@ -113,7 +116,7 @@ class P2pd:
 
     @classmethod
     async def start(cls, options: P2pdOptions, *, timeout_s: float) -> P2pd:
-        """Start p2pd and wait until it answers. Raises the error that names the cause; leaves nothing behind."""
+        """Start p2pd and wait until it answers. On failure, end it and raise the error that names the cause."""
         process = await _spawn(options)
         self = cls(options, process)
         try:
@@ -144,11 +147,11 @@ class P2pd:
 
     @property
     def exit_status(self) -> int | None:
-        """p2pd's exit status once it is gone (negative: the signal that ended it)."""
+        """p2pd's exit status once it has ended (negative: the signal that ended it)."""
         return self._process.returncode
 
     async def stop(self) -> None:
-        """End p2pd: SIGTERM, and SIGKILL after STOP_DEADLINE_S. Returns when it is gone."""
+        """End p2pd: SIGTERM, then SIGKILL after STOP_DEADLINE_S. Returns when the process has ended."""
         if self._calls is not None:
             await self._calls.close()
         self.kill(signal.SIGTERM)
@@ -161,15 +164,18 @@ class P2pd:
         await self._reader
 
     def kill(self, with_signal: int = signal.SIGKILL) -> None:
-        """Send a signal to p2pd if it is still there."""
+        """Send a signal to p2pd if it still runs."""
         if self._process.returncode is None:
             try:
-                os.kill(self._process.pid, with_signal)  # Process.send_signal may reap, and asyncio then misses the end
+                os.kill(self._process.pid, with_signal)  # Process.send_signal may reap it, and asyncio misses its end
             except ProcessLookupError:
-                logger.debug("p2pd was gone before the signal")
+                logger.debug("p2pd ended before the signal was sent")
 
     async def request(self, request: Any, *, timeout_s: float) -> Any:
-        """One request on the control socket; the response may be an error. Raises HostDownError, P2pdTimeoutError."""
+        """The response to one request on the control socket; it may be an error response.
+
+        Raises HostDownError, P2pdTimeoutError.
+        """
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -185,18 +191,18 @@ class P2pd:
                 writer.close()
 
     async def identify(self, *, timeout_s: float = 5.0) -> list[Address]:
-        """The addresses p2pd believes it can be dialed at, without the peer id."""
+        """The addresses at which p2pd believes it can be dialed, without the peer id."""
         response = await self.request(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), timeout_s=timeout_s)
         addresses = []
         for raw in response.identify.addrs:
             try:
                 addresses.append(Address.from_bytes(raw))
             except AddressError as error:
-                logger.debug("p2pd reports an address that is not for us: %s", error)
+                logger.debug("p2pd reports an address of an unsupported kind: %s", error)
         return addresses
 
     async def connect(self, peer_id: str, addresses: tuple[Address, ...], *, timeout_s: float) -> None:
-        """Make sure there is a connection to the peer; raises PeerUnreachable with the reason."""
+        """Ensure a connection to the peer; raises PeerUnreachable with the reason."""
         connect = p2pd_pb2.ConnectRequest(
             peer=peer_id_to_bytes(peer_id),
             addrs=[address.without_peer().to_bytes() for address in addresses],
@@ -211,7 +217,7 @@ class P2pd:
             raise PeerUnreachable(f"peer {peer_id}: {dial_failure(response.error.msg)}")
 
     async def connected_peers(self, *, timeout_s: float = 5.0) -> set[str]:
-        """Ids of all peers that p2pd has a connection to now."""
+        """Ids of all peers to which p2pd has a connection now."""
         response = await self.request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), timeout_s=timeout_s)
         return {peer_id_from_bytes(peer.id) for peer in response.peers}
 
@@ -223,10 +229,10 @@ class P2pd:
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
         response = await self.request(request, timeout_s=timeout_s)
         if response.type == p2pd_pb2.Response.ERROR:
-            raise P2pdFailedError(f"it refuses to serve {protocol}: {one_line(response.error.msg)}")
+            raise P2pdFailedError(f"p2pd refuses to serve {protocol}: {one_line(response.error.msg)}")
 
     async def open_stream(self, peer_id: str, protocol: str, *, timeout_s: float) -> P2pdStream:
-        """A raw stream to the peer; raises PeerUnreachable, HostDownError. Bounded by the caller's own deadline too."""
+        """A raw stream to the peer; raises PeerUnreachable, HostDownError. The caller sets its own deadline too."""
         raw_peer_id = peer_id_to_bytes(peer_id)
         loop = asyncio.get_running_loop()
         try:
@@ -246,7 +252,7 @@ class P2pd:
         return stream
 
     async def _read_output(self) -> None:
-        """Follow p2pd's output to its end, which is p2pd's own: then `died` is set."""
+        """Read p2pd's output until p2pd ends; then set `died`."""
         assert self._process.stdout is not None
         rest = b""
         while chunk := await self._process.stdout.read(65536):
@@ -270,7 +276,7 @@ class P2pd:
 
     def _reason(self) -> str:
         said = [line for line in self._last_lines if not line.startswith("goroutine")]
-        return said[-1] if said else f"exit status {self._process.returncode}, and it printed nothing"
+        return said[-1] if said else f"exit status {self._process.returncode}, without any output"
 
     def _start_error(self) -> Exception:
         reason = self._reason()
@@ -283,7 +289,7 @@ async def _spawn(options: P2pdOptions) -> asyncio.subprocess.Process:
     environment = {**os.environ, "GOLOG_LOG_FMT": "json"}
     environment.setdefault("GOLOG_LOG_LEVEL", "error")
     if options.serve_relay:
-        environment["GOMAXPROCS"] = "1"  # with more, the race of relay.py can be lost; one core relays about 350 MiB/s
+        environment["GOMAXPROCS"] = "1"  # see the race in relay.py; one core relays about 350 MiB/s
     if reason := _why_unusable(options.binary):
         raise P2pdUnusableError(options.binary, reason)
     try:
@@ -293,14 +299,14 @@ async def _spawn(options: P2pdOptions) -> asyncio.subprocess.Process:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the daemon, which drains before it ends p2pd
+            start_new_session=True,  # Ctrl-C goes to the daemon, which drains before it ends p2pd
         )
     except OSError as error:
         raise P2pdUnusableError(options.binary, error.strerror or str(error)) from None
 
 
 def _why_unusable(binary: Path) -> str | None:
-    """Asked before the system is: uvloop hands a file that is no program to the shell, which says something else."""
+    """Why the binary cannot run, or None. Checked here because uvloop passes a non-program to the shell instead."""
     try:
         with binary.open("rb") as file:
             header = file.read(20)
@@ -309,7 +315,7 @@ def _why_unusable(binary: Path) -> str | None:
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
     if not os.access(binary, os.X_OK):
-        return "the file may not be executed"
+        return "the file is not executable"
     with open(sys.executable, "rb") as file:
         native = file.read(20)
     is_elf_system = native.startswith(b"\x7fELF")
@@ -320,24 +326,24 @@ def _why_unusable(binary: Path) -> str | None:
 
 
 def dial_failure(message: str) -> str:
-    """p2pd's message about a failed dial, cut down to the line a person needs."""
+    """p2pd's message about a failed dial, reduced to the line that a person needs."""
     for sign, meaning in (
         ("connection refused", "connection refused (nothing listens there)"),
         ("no route to host", "no route to host"),
         ("network is unreachable", "the network is unreachable"),
         ("peer id mismatch", "another peer answers at that address (peer id mismatch)"),
-        ("no addresses", "no address of it is known"),
-        ("routing: not found", "no address of it is known"),
-        ("failed to find any peer in table", "no address of it is known"),
+        ("no addresses", "no address of the peer is known"),
+        ("routing: not found", "no address of the peer is known"),
+        ("failed to find any peer in table", "no address of the peer is known"),
         ("protocols not supported", "it does not speak this protocol"),
         ("protocol not supported", "it does not speak this protocol"),
         ("dial to self", "it is this peer itself"),
-        ("NO_RESERVATION", "its relay does not know it now"),
+        ("NO_RESERVATION", "it has no reservation at its relay now"),
         ("RESOURCE_LIMIT_EXCEEDED", "its relay is full"),
         ("CONNECTION_FAILED", "its relay cannot reach it"),
         ("i/o timeout", "no answer in time"),
         ("deadline exceeded", "no answer in time"),
-        ("dial backoff", "it failed a moment ago and is not dialed again yet"),
+        ("dial backoff", "the last dial failed a moment ago, and the back-off still lasts"),
     ):
         if sign in message:
             return meaning

@@ -1,7 +1,7 @@
-"""Raw p2pd streams: a unix connection that starts with one short message of p2pd's and is a plain pipe after it.
+"""Raw p2pd streams: a unix connection that begins with one short message from p2pd and is a plain pipe after it.
 
-The same for streams that we open (the message is the answer to STREAM_OPEN) and for those that p2pd hands us (the
-message names the peer at the other end).
+In a stream that we open, the message answers STREAM_OPEN; in one that p2pd hands us, it names the peer at the other
+end.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 MAX_GREETING_BYTES = 4096
 WRITE_HIGH_WATER_BYTES = 512 * 1024
 WRITE_LOW_WATER_BYTES = 128 * 1024
-CLOSE_DEADLINE_S = 30.0  # how long `close` may wait for a reader that does not read
+CLOSE_DEADLINE_S = 30.0  # how long `close` waits for an other end that does not read
 GREETING_DEADLINE_S = 10.0
 
 
 class P2pdStream(asyncio.BufferedProtocol):
     """A `ByteStream` on one connection to p2pd.
 
-    Life: greeting (p2pd's message is being read) -> parked (no receiver yet; reading is paused, so nothing is lost
-    and back-pressure holds) -> flowing (bytes go straight into the receiver's buffers) -> closed.
+    States: greeting (p2pd's message is being read) -> parked (no receiver yet; reading is paused, so no byte is lost
+    and back-pressure holds) -> flowing (bytes go directly into the receiver's buffers) -> closed.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class P2pdStream(asyncio.BufferedProtocol):
         self._receiver: StreamReceiver | None = None
         self._scratch = bytearray(2 * MAX_GREETING_BYTES)
         self._num_filled = 0
-        self._early = memoryview(b"")  # bytes that came together with the greeting
+        self._early = memoryview(b"")  # bytes that arrived together with the greeting
         self._reading_paused = False
         self._writing_paused = False
         self._told_closed = False
@@ -65,14 +65,14 @@ class P2pdStream(asyncio.BufferedProtocol):
         self._peer_id = peer_id
 
     def start(self, receiver: StreamReceiver) -> None:
-        """Begin delivering to `receiver`, from the next turn of the loop on."""
+        """Begin delivering to `receiver`, from the next iteration of the loop on."""
         if self._receiver is not None:
             raise RuntimeError("the stream was started twice")
         self._receiver = receiver
         asyncio.get_running_loop().call_soon(self._begin)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Queue `data`; ignored after the stream closed."""
+        """Queue `data`; ignored once the stream is closed."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
@@ -95,14 +95,14 @@ class P2pdStream(asyncio.BufferedProtocol):
             self._follow_pause()
 
     def close(self) -> None:
-        """Flush what is queued, then close; a reader that takes nothing for CLOSE_DEADLINE_S ends the wait."""
+        """Flush the queue, then close; abort after CLOSE_DEADLINE_S."""
         if self._transport is None or self._transport.is_closing():
             return
         self._transport.close()
         self._close_deadline = asyncio.get_running_loop().call_later(CLOSE_DEADLINE_S, self.abort)
 
     def abort(self) -> None:
-        """Close at once, dropping what is queued."""
+        """Close at once and drop the queue."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -125,14 +125,14 @@ class P2pdStream(asyncio.BufferedProtocol):
         self._read_greeting()
 
     def eof_received(self) -> bool:
-        return False  # p2pd knows no half-close: an end is the end of both directions
+        return False  # p2pd has no half-close: EOF ends both directions
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._close_deadline is not None:
             self._close_deadline.cancel()
         if not self.greeting.done():
             self.greeting.set_exception(HostDownError("p2pd closed the connection before it answered"))
-            self.greeting.exception()  # mark as retrieved: the caller of an aborted open has left
+            self.greeting.exception()  # marks it as retrieved: the caller of an aborted open has left
         if not self.closed.done():
             self.closed.set_result(None)
         if self._receiver is not None:
@@ -148,10 +148,10 @@ class P2pdStream(asyncio.BufferedProtocol):
         if self._receiver is not None:
             self._receiver.resume_writing()
 
-    # ---- inside -----------------------------------------------------------------------------------------------------
+    # ---- internals --------------------------------------------------------------------------------------------------
 
     def _read_greeting(self) -> None:
-        """Take the length-prefixed message off the front; keep what came behind it, and pause."""
+        """Take the length-prefixed message off the front, keep the bytes behind it, and pause reading."""
         try:
             header = decode_varint(memoryview(self._scratch)[: self._num_filled])
         except AddressError:
@@ -178,7 +178,7 @@ class P2pdStream(asyncio.BufferedProtocol):
         if self._writing_paused and not self.closed.done():
             self._receiver.pause_writing()
         self._deliver_early()
-        if self.closed.done():  # it was lost before a receiver came
+        if self.closed.done():  # the stream ended before it had a receiver
             self._tell_closed(None)
 
     def _tell_closed(self, error: Exception | None) -> None:
@@ -196,13 +196,13 @@ class P2pdStream(asyncio.BufferedProtocol):
                 buffer[:num_bytes] = self._early[:num_bytes]
                 self._early = self._early[num_bytes:]
                 receiver.buffer_updated(num_bytes)
-        except Exception:  # the receiver's own fault: end this stream, as asyncio does for later bytes
+        except Exception:  # a bug in the receiver: end this stream, as asyncio does for later bytes
             logger.exception("a receiver failed on bytes from %s", self._peer_id)
             self.abort()
         self._follow_pause()
 
     def _follow_pause(self) -> None:
-        """Bring the transport's reading in line with what was asked for."""
+        """Pause or resume the transport as requested."""
         transport = self._transport
         if transport is None or transport.is_closing() or self._receiver is None:
             return
@@ -213,7 +213,7 @@ class P2pdStream(asyncio.BufferedProtocol):
 
 
 class IncomingStreams:
-    """Accepts streams within limits, in all and of one peer, for `accept`; refuses them while that is None."""
+    """Passes incoming streams to `accept`, within limits per peer and in total; refuses them while it is None."""
 
     def __init__(self, max_streams: int, max_streams_per_peer: int) -> None:
         self.accept: Callable[[ByteStream], None] | None = None
@@ -224,12 +224,12 @@ class IncomingStreams:
         self._server: asyncio.Server | None = None
 
     async def serve(self, socket_path: Path) -> None:
-        """Listen on `socket_path`. Survives restarts of p2pd."""
+        """Listen on `socket_path`. The listener survives restarts of p2pd."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(self._new_stream, str(socket_path), backlog=1024)
 
     def close(self) -> list[P2pdStream]:
-        """Take no more streams; those that are still open."""
+        """Accept no more streams. Returns those that are still open."""
         if self._server is not None:
             self._server.close()
         return list(self._streams)
@@ -244,7 +244,7 @@ class IncomingStreams:
         return stream
 
     def _greeted(self, stream: P2pdStream, greeting: asyncio.Future[bytes]) -> None:
-        """p2pd has said whose stream it is: hand it on, or refuse it."""
+        """p2pd has named the peer of a stream: accept the stream, or refuse it."""
         if greeting.cancelled() or greeting.exception() is not None:
             return
         try:
@@ -273,7 +273,7 @@ class IncomingStreams:
 
 
 def peer_of_stream(greeting: bytes) -> str:
-    """Who is at the other end of an incoming stream, from p2pd's greeting; raises AddressError."""
+    """The peer at the other end of an incoming stream, from p2pd's greeting; raises AddressError."""
     try:
         return peer_id_from_bytes(parsed(greeting, p2pd_pb2.StreamInfo()).peer)
     except HostDownError as error:

@@ -1,13 +1,14 @@
-"""Reservations at libp2p relays (circuit relay v2): a peer that cannot be dialed asks a relay to pass calls to it on.
+"""Reservations at libp2p relays (circuit relay v2): a peer that cannot be dialed is reached through a relay.
 
-We ask ourselves, over a raw stream, instead of leaving it to p2pd: p2pd does not ask again when a relay was restarted
-(not within 100 s), does not report reservations at relays with private addresses, and waits for a verdict on its own
-reachability that a small network never gives. Asking again is cheap, so it is done with every look at the host.
+This module requests reservations itself, over a raw stream, instead of leaving them to p2pd. p2pd does not renew a
+reservation after a relay restarts (not within 100 s), does not report reservations at relays with private addresses,
+and waits for a verdict on its own reachability, which a small network never gives. A request is cheap, so every health
+check of the host makes one.
 
-Every p2pd is a relay of sorts: libp2p's default one, which cuts a circuit after 128 KiB. One that was told to serve
-starts a second service with real limits, and which of the two answers is decided by a race at its start. The right
-one wins when Go schedules on one core (37 starts of 37, idle and busy; with two cores 0 of 8). A relay's limits are
-looked at all the same before it is used, and before it is offered.
+Every p2pd serves libp2p's default relay, which cuts a circuit after 128 KiB. A p2pd that is told to serve as a relay
+starts a second service with real limits, and a race at its start decides which of the two answers. The right one wins
+if Go schedules on one core (37 of 37 starts, idle and busy; with two cores 0 of 8). Even so, a relay's limits are
+checked before it is used, and before it is offered.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _TYPE_STATUS = 2
 
 
 class HopStatus(IntEnum):
-    """What a relay answers."""
+    """The status codes of a relay's answer."""
 
     OK = 100
     RESERVATION_REFUSED = 200
@@ -46,7 +47,7 @@ class HopStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What a relay grants. A circuit through it is cut after so many bytes or seconds; 0 means never."""
+    """The limits that a relay grants: it cuts a circuit after so many bytes or seconds; 0 means no limit."""
 
     circuit_bytes: int
     circuit_s: int
@@ -58,7 +59,7 @@ class Reservation:
 
 
 async def reserve(p2pd: P2pd, relay_peer_id: str, *, timeout_s: float) -> Reservation:
-    """Make or renew our reservation at a connected relay; it holds for about an hour, or until the connection ends.
+    """Make or renew our reservation at a connected relay. It lasts about an hour, or until the connection ends.
 
     Raises PeerUnreachable with the relay's reason, HostDownError.
     """
@@ -77,15 +78,15 @@ async def reserve(p2pd: P2pd, relay_peer_id: str, *, timeout_s: float) -> Reserv
     try:
         status, reservation = read_answer(message)
     except AddressError as error:
-        raise PeerUnreachable(f"relay {relay_peer_id}: its answer cannot be read: {error}") from None
+        raise PeerUnreachable(f"relay {relay_peer_id}: its answer is malformed: {error}") from None
     if status != HopStatus.OK:
         name = HopStatus(status).name if status in set(HopStatus) else str(status)
-        raise PeerUnreachable(f"relay {relay_peer_id}: it gives no reservation ({name})")
+        raise PeerUnreachable(f"relay {relay_peer_id}: it grants no reservation ({name})")
     return reservation
 
 
 async def start_relay(options: P2pdOptions, guest_socket: Path, peer_id: str, *, timeout_s: float) -> P2pd:
-    """A p2pd that serves as a relay with its real limits: started again until it does (see above)."""
+    """A p2pd that serves as a relay with its real limits: restarted until it does (see the module docstring)."""
     guest = P2pdOptions(options.binary, guest_socket)
     addresses = tuple(Address.parse(text).from_here() for text in options.listen)
     for _ in range(MAX_STARTS):
@@ -104,7 +105,7 @@ async def start_relay(options: P2pdOptions, guest_socket: Path, peer_id: str, *,
 async def _serves_useful_circuits(
     relay_peer_id: str, addresses: tuple[Address, ...], guest: P2pdOptions, timeout_s: float
 ) -> bool:
-    """Ask the relay for a reservation as any other peer would, through a p2pd that lives only for that."""
+    """Request a reservation from the relay as any other peer would, through a short-lived second p2pd."""
     guest.control_path.unlink(missing_ok=True)
     p2pd = await P2pd.start(guest, timeout_s=timeout_s)
     try:
@@ -118,13 +119,13 @@ def read_answer(message: bytes) -> tuple[int, Reservation]:
     """Status and limits in a HopMessage; raises AddressError for anything else."""
     numbers, parts = _read_fields(message)
     if numbers.get(_TYPE_FIELD) != _TYPE_STATUS or _STATUS_FIELD not in numbers:
-        raise AddressError("not a status message of a relay")
+        raise AddressError("it is not a relay's status message")
     limits, _ = _read_fields(parts.get(_LIMIT_FIELD, b""))
     return numbers[_STATUS_FIELD], Reservation(limits.get(_LIMIT_BYTES_FIELD, 0), limits.get(_LIMIT_TIME_FIELD, 0))
 
 
 def _read_fields(message: bytes) -> tuple[dict[int, int], dict[int, bytes]]:
-    """The numbers and the byte strings of a protobuf message, by field."""
+    """The integers and the byte strings of a protobuf message, by field number."""
     numbers: dict[int, int] = {}
     parts: dict[int, bytes] = {}
     offset = 0
@@ -137,14 +138,14 @@ def _read_fields(message: bytes) -> tuple[dict[int, int], dict[int, bytes]]:
             parts[key >> 3] = message[offset : offset + value]
             offset += value
         else:
-            raise AddressError("not a message of a relay")
+            raise AddressError("it is not a relay's message")
     return numbers, parts
 
 
 def _varint(message: bytes, offset: int) -> tuple[int, int]:
     decoded = decode_varint(message, offset)
     if decoded is None:
-        raise AddressError("a message of a relay that is cut short")
+        raise AddressError("a relay's message is truncated")
     return decoded
 
 
@@ -171,7 +172,7 @@ class _Answer:
         elif header is not None and len(received) >= header[0] + header[1] and not self.message.done():
             self.message.set_result(received[header[1] : header[0] + header[1]])
         if self.message.done():
-            self._num_filled = 0  # whatever follows is not for us
+            self._num_filled = 0  # bytes after the message are ignored
 
     def stream_closed(self, error: Exception | None) -> None:
         self._fail("it closed the stream")
@@ -185,4 +186,4 @@ class _Answer:
     def _fail(self, reason: str) -> None:
         if not self.message.done():
             self.message.set_exception(PeerUnreachable(f"the relay gave no answer: {reason}"))
-            self.message.exception()  # mark as retrieved: the waiter may be gone
+            self.message.exception()  # marks it as retrieved: the waiter may have left

@@ -1,8 +1,8 @@
-"""What the host keeps in a daemon's state directory: the lock, the identity, the sockets, the listen ports.
+"""The host's files in a daemon's state directory: the lock, the identity, the sockets, the listen ports.
 
-host.lock      held (flock) while a daemon runs; names its process
-identity.key   who this daemon is; mode 600
-listen.ports   the ports the system chose last time, so that addresses stay valid across restarts
+host.lock      held (flock) while a daemon runs; contains its process id
+identity.key   the daemon's private key; mode 600
+listen.ports   the ports that the system chose last time, so that addresses stay valid across restarts
 sockets/       p2pd's control socket and ours, while the daemon runs
 sockets.path   where the sockets are instead, if this directory's path is too long for a unix socket
 """
@@ -81,21 +81,21 @@ class StateDirectory:
 
     @property
     def control_socket(self) -> Path:
-        """Where p2pd listens for our requests."""
+        """The socket on which p2pd takes our requests."""
         return self._sockets / SOCKET_NAMES[0]
 
     @property
     def stream_socket(self) -> Path:
-        """Where we listen for the streams that p2pd hands us."""
+        """The socket on which p2pd hands us incoming streams."""
         return self._sockets / SOCKET_NAMES[1]
 
     @property
     def guest_socket(self) -> Path:
-        """The control socket of a short-lived second p2pd."""
+        """The control socket of the short-lived second p2pd (see relay.py)."""
         return self._sockets / SOCKET_NAMES[2]
 
     def release(self) -> None:
-        """Remove the sockets and unlock. The identity and the ports stay."""
+        """Remove the sockets and unlock. The identity and the ports are kept."""
         _remove_sockets(self._sockets)
         (self.path / "sockets.path").unlink(missing_ok=True)
         os.close(self._lock)
@@ -106,7 +106,7 @@ class StateDirectory:
             (self._sockets / name).unlink(missing_ok=True)
 
     def remembered_ports(self) -> list[int]:
-        """The ports used last time; empty if there are none, or the file is damaged."""
+        """The ports of the last start; empty if there are none or the file is damaged."""
         try:
             words = (self.path / "listen.ports").read_text()[:200].split()
         except (OSError, UnicodeDecodeError):
@@ -114,11 +114,11 @@ class StateDirectory:
         return [int(word) for word in words if word.isascii() and word.isdigit() and 0 < int(word) < 65536]
 
     def remember_ports(self, ports: list[int]) -> None:
-        """Keep the ports for the next start. Failing to is no reason to stop."""
+        """Save the ports for the next start. A failure is logged and ignored."""
         try:
             (self.path / "listen.ports").write_text(" ".join(map(str, ports)) + "\n")
         except OSError as error:
-            logger.warning("cannot remember the listen ports: %s", error)
+            logger.warning("cannot save the listen ports: %s", error)
 
     def _prepare_sockets(self) -> None:
         self._remove_stale()
@@ -130,21 +130,21 @@ class StateDirectory:
         self._sockets.chmod(0o700)
 
     def _remove_stale(self) -> None:
-        """What a daemon that was killed left behind. The lock is ours, so no process uses it."""
+        """Remove the sockets of a killed daemon. We hold the lock, so no process uses them."""
         _remove_sockets(self._sockets)
         record = self.path / "sockets.path"
         try:
             elsewhere = Path(record.read_text()[:4096])
         except (OSError, UnicodeDecodeError):
             return
-        # Never trust the file beyond its purpose: only a private directory of ours below the temporary one is touched.
+        # Do not trust the file's contents: remove only a directory of ours in the temporary directory.
         if elsewhere.parent == Path(tempfile.gettempdir()) and elsewhere.name.startswith(_TEMPORARY_PREFIX):
             _remove_sockets(elsewhere)
         record.unlink(missing_ok=True)
 
 
 def _remove_sockets(directory: Path) -> None:
-    """Remove our sockets and then the directory; anything else in it stays, and so does the directory."""
+    """Remove our sockets, and the directory if it is empty then."""
     try:
         status = directory.lstat()
     except OSError:
@@ -160,11 +160,11 @@ def _remove_sockets(directory: Path) -> None:
 
 
 async def fix_ports(listen: tuple[str, ...], preferred: list[int], *, wait_s: float) -> tuple[Address, ...]:
-    """Listen addresses with every port 0 replaced by a free one: the one in `preferred`, if that is free.
+    """The listen addresses with every port 0 replaced by a free port: the one in `preferred`, if it is free.
 
-    p2pd binds with SO_REUSEPORT, so that two of them would silently share a port, each getting half of the other's
-    connections: so every port is tried here first. A port that was asked for or preferred may take `wait_s` to become
-    free (its last user was just killed). Raises AddressError, AddressInUseError, CannotListenError.
+    p2pd binds with SO_REUSEPORT: two of them would silently share a port, each getting half of the other's connections.
+    So every port is tried here first. A requested or preferred port may take `wait_s` to become free, because its last
+    user may have just been killed. Raises AddressError, AddressInUseError, CannotListenError.
     """
     fixed = []
     for index, text in enumerate(listen):
@@ -189,7 +189,7 @@ def _can_listen(address: Address) -> bool:
 
 
 async def _bind_soon(address: Address, wait_s: float) -> Address:
-    """`_bind`, tried again for `wait_s`: the system offers no event for a port that becomes free."""
+    """`_bind`, retried for `wait_s`: the system has no event for a port that becomes free."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
     while True:
@@ -202,10 +202,10 @@ async def _bind_soon(address: Address, wait_s: float) -> Address:
 
 
 def _bind(address: Address) -> Address:
-    """Bind and listen for an instant; the address with the port that was bound."""
+    """Bind and listen for a moment; returns the address with the port that was bound."""
     family = socket.AF_INET6 if address.parts[0][0] == "ip6" else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as p2pd: connections in TIME_WAIT do not matter
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as p2pd does: ignores connections in TIME_WAIT
         if family == socket.AF_INET6:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:

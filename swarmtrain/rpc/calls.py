@@ -1,4 +1,4 @@
-"""The calling half of a link: requests that this end sent, and what came back for them."""
+"""The calling half of a link: requests of this end, and the answers to them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[Message], None]
 _MAX_ABANDONED = 1024
-ClosedError = Callable[[bool], LinkClosed]  # from "was the request sent" to the error to raise
+ClosedError = Callable[[bool], LinkClosed]  # takes `request_sent`, makes the error to raise
 
 
 class OutgoingCall:
     """One request and its future answer.
 
-    An abandoned call (cancelled, timed out) stays known until the other end has said its last word about it, so that a
-    late answer is not mistaken for a protocol violation.
+    An abandoned call (cancelled or timed out) stays known until the other end sends its final frame, so that a late
+    answer is not taken for a protocol violation.
     """
 
     __slots__ = ("abandoned", "answer", "call_id", "inbound", "on_progress", "request")
@@ -40,18 +40,18 @@ class OutgoingCall:
 
 
 class Caller:
-    """Opens calls and takes what the other end sends for them."""
+    """Opens calls and receives what the other end sends for them."""
 
     def __init__(self, link: Link, first_call_id: int) -> None:
         self._link = link
         self._next_call_id = first_call_id
-        self._calls: dict[int, OutgoingCall] = {}  # those whose request was begun
-        self._queued: dict[OutgoingCall, None] = {}  # those of whose request nothing was written yet
+        self._calls: dict[int, OutgoingCall] = {}  # the request has been begun
+        self._queued: dict[OutgoingCall, None] = {}  # no byte of the request has been written
         self._closed: ClosedError | None = None
 
     @property
     def num_open(self) -> int:
-        """Calls whose callers still wait."""
+        """Calls whose callers are still waiting."""
         return len(self._queued) + sum(not call.abandoned for call in self._calls.values())
 
     async def call(self, request: Message, *, deadline_s: float, on_progress: OnProgress | None = None) -> Message:
@@ -85,7 +85,7 @@ class Caller:
         return call
 
     def _begun(self, call: OutgoingCall) -> int:
-        """Number the call when its first byte is written, so that the numbers rise on the wire."""
+        """Number the call when its first byte is written, so that call ids rise on the wire."""
         call.call_id = self._next_call_id
         self._next_call_id += 2
         self._queued.pop(call, None)
@@ -93,7 +93,7 @@ class Caller:
         return call.call_id
 
     def _leave(self, call: OutgoingCall) -> None:
-        """The caller no longer waits: if the answer is not there, tell the other end."""
+        """The caller no longer waits: cancel the call at the other end unless it has ended."""
         self._link.queue.drop(call.request)
         if call in self._queued:
             self._queued.pop(call, None)
@@ -102,12 +102,12 @@ class Caller:
             if call.inbound is not None:
                 self._link.inbound.discard(call.inbound)
             self._link.queue.send_control(pack_frame(FrameType.CANCEL, call.call_id))
-        call.request.on_start = _left  # call and request must not keep each other, and all that they hold, alive
+        call.request.on_start = _left  # breaks the cycle: the callback holds the call, which holds the request
         call.on_progress = None
         self._link.call_ended()
 
     def check_abandoned(self) -> None:
-        """ProtocolViolation if the other end does not acknowledge cancels."""
+        """Raise ProtocolViolation if the other end does not acknowledge cancels."""
         if sum(call.abandoned for call in self._calls.values()) > _MAX_ABANDONED:
             raise ProtocolViolation(Violation.STALLED, f"more than {_MAX_ABANDONED} cancels were not acknowledged")
 
@@ -130,7 +130,7 @@ class Caller:
         return call.inbound
 
     def message_complete(self, message: InboundMessage) -> None:
-        """All of a progress message or an answer is there."""
+        """A progress message or an answer has arrived completely."""
         call = self._calls[message.call_id]
         call.inbound = None
         is_final = message.start_type is FrameType.ANSWER
@@ -138,7 +138,7 @@ class Caller:
             del self._calls[message.call_id]
         if message.discarded:
             return
-        self._link.inbound.release(message)  # from here on the memory is the caller's
+        self._link.inbound.release(message)  # the caller owns the memory from here on
         try:
             item, num_blob_bytes = self._link.registry.decode_counted(message.body)
         except WireError as error:
@@ -158,7 +158,7 @@ class Caller:
             return
         try:
             call.on_progress(item)
-        except Exception as error:  # the caller's own code: it gets its error back
+        except Exception as error:  # raised by the caller's own code: the caller gets it
             _fail(call, error)
 
     def refused(self, call_id: int, payload: RefusalPayload) -> None:
@@ -169,18 +169,18 @@ class Caller:
             self._link.inbound.discard(call.inbound)
             call.inbound = None
         if call.request.num_left and not call.abandoned:
-            # The refusal overtook the request: its rest is not sent, and that ends it at the other end.
+            # The refusal overtook the request: drop the rest, and end the request at the other end.
             self._link.queue.drop(call.request)
             self._link.queue.send_control(pack_frame(FrameType.CANCEL, call_id))
         _fail(call, CallRefused.of(payload))
 
     def request_of(self, call_id: int) -> OutboundMessage | None:
-        """The request of a call, for credit; None if the call has ended."""
+        """The request of a call, to which credit applies; None if the call has ended."""
         call = self._calls.get(call_id)
         return None if call is None else call.request
 
     def link_lost(self, closed: ClosedError, last_seen: int | None) -> None:
-        """Fail all calls, and every later one. `last_seen`: no later call was begun by the other end, as it says."""
+        """Fail all calls, and every later one. `last_seen`: the last call that the other end began, as it says."""
         self._closed = closed
         for call in (*self._queued, *self._calls.values()):
             if call.inbound is not None:
@@ -204,4 +204,4 @@ def _left() -> int:
 def _fail(call: OutgoingCall, error: BaseException) -> None:
     if not call.answer.done():
         call.answer.set_exception(error)
-        call.answer.exception()  # marks it as seen: the caller of an abandoned call never looks
+        call.answer.exception()  # marks it as retrieved: the caller of an abandoned call never does

@@ -1,4 +1,4 @@
-"""What can go wrong with a link and a call. All that `Link.call` and `Node.call` raise derives from `NetError`."""
+"""Errors of links and calls. Everything that `Link.call` and `Node.call` raise derives from `NetError`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from swarmtrain.wire.frames import RefusalPayload
 
 
 class LinkClosed(NetError):
-    """The link ended before the answer came.
+    """The link ended before the answer arrived.
 
-    `request_sent` is False if not a single byte of the request was written: then the peer cannot have begun it.
+    `request_sent` is False if no byte of the request was written: the peer cannot have begun it.
     """
 
     error_id = "ST-LINK-CLOSED"
@@ -23,15 +23,15 @@ class LinkClosed(NetError):
 
 
 class PeerSilent(LinkClosed):
-    """Nothing came from the peer for several keepalives."""
+    """The peer has sent nothing for several keepalive intervals."""
 
     error_id = "ST-PEER-SILENT"
 
 
 class Violation(StrEnum):
-    """Why a link was closed by its protocol; also the label under which it is counted."""
+    """The rule that the other end broke; also the label of its counter."""
 
-    BAD_MAGIC = "bad-magic"  # the bytes are no frames of ours
+    BAD_MAGIC = "bad-magic"  # the bytes do not begin a frame of this protocol
     WRONG_VERSION = "wrong-version"
     BAD_HEADER = "bad-header"  # the header's own checksum, its type or its length is wrong
     BAD_CHECKSUM = "bad-checksum"
@@ -41,13 +41,13 @@ class Violation(StrEnum):
     TOO_LARGE = "too-large"  # a message above the limit of its kind or of the link
     UNKNOWN_CALL = "unknown-call"
     OUT_OF_ORDER = "out-of-order"  # a frame that is not allowed in the state of its call
-    OVER_CREDIT = "over-credit"  # more bytes than were granted
-    NOT_READING = "not-reading"  # asks and asks and does not take the answers
-    STALLED = "stalled"  # a message that was begun and not finished within its deadline
+    OVER_CREDIT = "over-credit"  # more bytes than the receiver has granted
+    NOT_READING = "not-reading"  # the peer sends requests and does not read the answers
+    STALLED = "stalled"  # a message was begun and not finished within its deadline
 
 
 class ProtocolViolation(LinkClosed):
-    """The other end broke the protocol; the link to it was closed."""
+    """The other end broke the protocol, and this end closed the link."""
 
     error_id = "ST-PROTOCOL"
 
@@ -58,13 +58,13 @@ class ProtocolViolation(LinkClosed):
 
 
 class CallTimeout(NetError):
-    """The deadline of a call passed without a final answer. The peer was told to stop (CANCEL)."""
+    """The deadline of a call passed without a final answer. The peer has been told to stop (CANCEL)."""
 
     error_id = "ST-CALL-TIMEOUT"
 
 
 class MalformedAnswer(NetError):
-    """The answer arrived whole but breaks the schema of its kind, or is not of the kind that was expected."""
+    """The answer arrived complete but breaks the schema of its kind, or is of another kind than expected."""
 
     error_id = "ST-CALL-ANSWER"
 
@@ -72,7 +72,7 @@ class MalformedAnswer(NetError):
 class CallRefused(NetError):
     """The peer answered with a typed refusal.
 
-    `code` is one of its refusal codes. BUSY may carry a time to wait, a redirect carries the peer to ask instead.
+    `code` is a refusal code. BUSY may carry a time to wait; a redirect carries the peer to call instead.
     """
 
     error_id = "ST-CALL-REFUSED"
@@ -93,7 +93,7 @@ class CallRefused(NetError):
 
     @classmethod
     def of(cls, payload: RefusalPayload) -> CallRefused:
-        """The error of a refusal that came over the wire."""
+        """The error for a refusal that was received."""
         return cls(
             payload.code,
             payload.text,
@@ -104,16 +104,16 @@ class CallRefused(NetError):
 
     @property
     def payload(self) -> RefusalPayload:
-        """The refusal as it came."""
+        """The refusal as it was received."""
         return RefusalPayload(self.code, self.text, self.retry_after_s, self.redirect_to, self.stage)
 
 
 class RefusalCode(StrEnum):
-    """The codes that the link layer itself answers with. Handlers may raise any others."""
+    """The codes that the link layer itself uses. Handlers may raise others."""
 
     BUSY = "busy"  # too many calls at once; try again after retry_after_s
-    INTERNAL = "internal"  # the handler failed; its log has the traceback
-    MALFORMED = "malformed"  # the request arrived whole but breaks its schema
+    INTERNAL = "internal"  # the handler failed; the traceback is in its log
+    MALFORMED = "malformed"  # the request arrived complete but breaks its schema
     CANCELLED = "cancelled"  # the answer to a cancel
     CLOSING = "closing"  # the peer takes no new calls
 
@@ -121,7 +121,7 @@ class RefusalCode(StrEnum):
 class Refusal(Exception):
     """Raised by a handler to answer its call with a typed refusal.
 
-    `redirect_to` names a peer that takes the call instead; `stage` the stage that could not do its part.
+    `redirect_to` names the peer that takes the call instead; `stage` names the stage that could not serve it.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class Refusal(Exception):
 
     @classmethod
     def of(cls, payload: RefusalPayload) -> Refusal:
-        """To answer with what another peer has answered."""
+        """The refusal that passes another peer's refusal on."""
         return cls(
             payload.code, payload.text, payload.retry_after_s, redirect_to=payload.redirect_to, stage=payload.stage
         )
 
     @property
     def payload(self) -> RefusalPayload:
-        """What is sent."""
+        """The refusal as it is sent."""
         return RefusalPayload(self.code, self.text, self.retry_after_s, self.redirect_to, self.stage)

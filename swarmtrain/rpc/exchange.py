@@ -1,6 +1,6 @@
 """The answering half of a link: requests of the other end, and the handlers that answer them.
 
-Calls to oneself meet the same handlers and the same checks, without a stream.
+A daemon's calls to itself go through the same handlers and the same checks, without a stream.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ _MAX_WAITING_PROGRESS = 16
 
 
 class Exchange:
-    """What a handler knows about its call, besides the request.
+    """What a handler knows about its call, apart from the request.
 
-    `cancelled` is set when the caller has cancelled the call; `caller_gone` when the answer cannot reach the caller
-    (link lost, or cancelled). Neither cancels the handler's task: whether the work is worth finishing is its decision.
+    `cancelled` is set when the caller cancels the call; `caller_gone` when the answer can no longer reach the caller
+    (the link is lost, or the call is cancelled). Neither cancels the handler's task: the handler decides whether the
+    work is worth finishing.
     """
 
     def __init__(self, peer_id: str, deadline: float) -> None:
         self.peer_id = peer_id
-        self.deadline = deadline  # in time of the event loop; what the caller gave the call
+        self.deadline = deadline  # the caller's, in the time of this event loop
         self.cancelled = asyncio.Event()
         self.caller_gone = asyncio.Event()
 
     def progress(self, item: Message) -> None:
-        """Send a progress message; never waits. If many wait to be sent, the oldest of them is dropped."""
+        """Send a progress message; never waits. If too many are queued, the oldest is dropped."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """The request's blobs are no longer needed: lets their memory be used for other requests before the answer."""
+        """Release the request's memory before the answer, once its blobs are no longer needed."""
         raise NotImplementedError
 
     async def wait_for_room(self, priority: Priority) -> None:
-        """Wait until less than the bound is queued on this link: before making a large answer."""
+        """Wait until the link's send queue is below its limit: before making a large answer."""
         raise NotImplementedError
 
 
@@ -57,16 +58,16 @@ Handler = Callable[[Message, Exchange], Awaitable[Message]]
 
 
 class IncomingCall(Exchange):
-    """The record of one request of the other end."""
+    """One request of the other end."""
 
     def __init__(self, link: Link, call_id: int, deadline: float) -> None:
         super().__init__(link.peer_id, deadline)
         self._link = link
         self.call_id = call_id
         self.inbound: InboundMessage | None = None  # while the request arrives
-        self.held: InboundMessage | None = None  # its memory, while the handler works
+        self.held: InboundMessage | None = None  # the request's memory, while the handler works
         self.has_place = False
-        self.closed = False  # the last word was said (or the link is lost): nothing may be sent any more
+        self.closed = False  # the final frame is sent, or the link is lost: nothing more may be sent
         self.sending: OutboundMessage | None = None
         self._waiting: deque[tuple[FrameType, EncodedMessage]] = deque()
         self._all_sent = asyncio.Event()
@@ -91,13 +92,13 @@ class IncomingCall(Exchange):
         await self._link.queue.wait_for_room(priority)
 
     async def send_answer(self, encoded: EncodedMessage) -> None:
-        """Send the final answer; returns when it is written, or cannot be."""
+        """Send the final answer; returns when it is written, or when it can no longer be."""
         if not self.closed:
             self._send(FrameType.ANSWER, encoded)
             await self._all_sent.wait()
 
     def close(self) -> None:
-        """Send nothing any more."""
+        """Send nothing more."""
         self.closed = True
         self._waiting.clear()
         if self.sending is not None:
@@ -127,18 +128,18 @@ class IncomingCall(Exchange):
 
 
 class Callee:
-    """Takes requests, runs the handler for each in a task of its own, sends what it answers."""
+    """Receives requests, runs the handler of each in its own task, and sends the answers."""
 
     def __init__(self, link: Link, handler: Handler) -> None:
         self._link = link
         self._handler = handler
         self._calls: dict[int, IncomingCall] = {}
-        self.last_call_id = 0  # no later call was begun
-        self.is_closing = False  # refuse what is new
+        self.last_call_id = 0  # of the latest call that was begun
+        self.is_closing = False  # refuses new requests
 
     @property
     def num_open(self) -> int:
-        """Requests that have not had their last word."""
+        """Requests without a final frame yet."""
         return len(self._calls)
 
     def start_received(self, call_id: int, start: Start) -> None:
@@ -179,7 +180,7 @@ class Callee:
         return call.inbound
 
     def message_complete(self, message: InboundMessage) -> None:
-        """All of a request is there."""
+        """A request has arrived completely."""
         call = self._calls[message.call_id]
         call.inbound = None
         if message.discarded:
@@ -221,7 +222,7 @@ class Callee:
             self._link.refuse(call.call_id, refusal)
 
     def cancelled(self, call_id: int) -> None:
-        """The caller wants no answer. A cancel that crossed the answer is no surprise and is ignored."""
+        """The caller wants no answer. A cancel that crossed the answer on the wire is ignored."""
         call = self._calls.get(call_id)
         if call is None:
             if call_id > self.last_call_id:
@@ -236,18 +237,18 @@ class Callee:
             self._end(call)
 
     def sending(self, call_id: int) -> OutboundMessage | None:
-        """What is being sent for a call, for credit; None if nothing is."""
+        """The message that is being sent for a call, to which credit applies; None if there is none."""
         call = self._calls.get(call_id)
         return None if call is None else call.sending
 
     def check_stalled(self, now: float) -> None:
-        """ProtocolViolation if a request was begun and never finished."""
+        """Raise ProtocolViolation if a request was begun and never finished."""
         for call in self._calls.values():
             if call.inbound is not None and now > call.inbound.expires_at:
                 raise ProtocolViolation(Violation.STALLED, f"call {call.call_id}: {call.inbound.kind} never ended")
 
     def link_lost(self) -> None:
-        """The answers cannot be sent any more; the handlers go on."""
+        """Give up the answers; the handlers go on."""
         for call in tuple(self._calls.values()):
             call.close()
             call.caller_gone.set()
@@ -256,7 +257,7 @@ class Callee:
                 self._end(call)
 
     def _end(self, call: IncomingCall) -> None:
-        """Forget a call that has had its last word and whose handler has ended."""
+        """Forget a call whose final frame is sent and whose handler has ended."""
         call.release()
         call.close()
         if call.has_place:
@@ -267,7 +268,7 @@ class Callee:
 
 
 class LocalExchange(Exchange):
-    """The exchange of a call to oneself."""
+    """The exchange of a daemon's call to itself."""
 
     def __init__(self, peer_id: str, deadline: float, registry: Registry, on_progress: OnProgress | None) -> None:
         super().__init__(peer_id, deadline)
@@ -285,10 +286,10 @@ class LocalExchange(Exchange):
             self._on_progress(item)
 
     def release(self) -> None:
-        """Nothing is held."""
+        """No budget holds the request."""
 
     async def wait_for_room(self, priority: Priority) -> None:
-        """There is always room: nothing is queued."""
+        """Returns at once: there is no queue."""
 
 
 async def call_locally(
@@ -301,7 +302,7 @@ async def call_locally(
     deadline_s: float,
     on_progress: OnProgress | None,
 ) -> Message:
-    """As `Link.call`, within this process. The handler goes on if the caller leaves, as it would over a link."""
+    """As `Link.call`, within this process. As over a link, the handler goes on if the caller leaves."""
     loop = asyncio.get_running_loop()
     item = registry.loop_back(encode(request))
     if not tasks.try_claim():
@@ -331,7 +332,7 @@ async def _run(
     error: Exception
     try:
         result = registry.loop_back(encode(await handler(request, exchange)))
-        # One turn of the loop, so that progress is seen before the answer.
+        # One iteration of the loop later, so that the caller sees all progress before the answer.
         asyncio.get_running_loop().call_soon(_settle, answer, result)
         return
     except Refusal as refusal:
@@ -352,6 +353,6 @@ def _settle(answer: asyncio.Future[Message], outcome: Message | Exception) -> No
         return
     if isinstance(outcome, Exception):
         answer.set_exception(outcome)
-        answer.exception()  # marks it as seen: a caller that left never looks
+        answer.exception()  # marks it as retrieved: a caller that left never does
     else:
         answer.set_result(outcome)

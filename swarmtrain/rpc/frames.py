@@ -1,7 +1,7 @@
-"""From bytes to frames, without a copy of what is large, and from frames to the half of the link that they belong to.
+"""Parses frames out of the received bytes without copying large chunks, and routes each to its half of the link.
 
-Headers and control frames pass through one small scratch buffer. When a chunk does not end in it, the stream is handed
-the message's own buffer, and the rest of the chunk is received straight into its place.
+Headers and control frames pass through one small scratch buffer. If a chunk does not end in it, the stream gets the
+message's own buffer next, and the rest of the chunk is received directly into its place.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _MAX_WAITING_CONTROL_FRAMES = 4096
 
 
 class FrameSink(Protocol):
-    """Who gets the frames. Its methods raise `ProtocolViolation` for what is not allowed."""
+    """The consumer of the frames. Its methods raise `ProtocolViolation` for a frame that is not allowed."""
 
     def control_received(self, header: FrameHeader, payload: memoryview) -> None:
         """A whole frame other than CHUNK. `payload` is valid during the call only."""
 
     def chunk_begins(self, call_id: int, num_bytes: int) -> tuple[memoryview, int]:
-        """Where the chunk goes (exactly `num_bytes`), and the checksum of the message so far."""
+        """The buffer for the chunk (exactly `num_bytes`), and the checksum of the message so far."""
 
     def chunk_complete(self, call_id: int, num_bytes: int, crc: int) -> None:
-        """The chunk is in its place and its checksum is right."""
+        """The chunk is in its buffer and its checksum is right."""
 
 
 class FrameReader:
@@ -58,16 +58,16 @@ class FrameReader:
         self._target_filled = 0
         self._crc = 0
         self.stopped = False
-        self.num_body_bytes = 0  # of messages, finer than chunks: what moves on a slow line
+        self.num_body_bytes = 0  # counted within chunks too, so that progress shows on a slow line
 
     def stop(self) -> None:
-        """Ignore everything from now on; lets go of the message buffer."""
+        """Ignore all further bytes and release the message buffer."""
         self.stopped = True
         self._chunk = None
         self._target = self._scratch[:0]
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes go; never empty."""
+        """The buffer for the next bytes; never empty."""
         if self.stopped:
             return self._scratch
         if self._chunk is not None:
@@ -75,7 +75,7 @@ class FrameReader:
         return self._scratch[self._num_filled :]
 
     def buffer_updated(self, num_bytes: int) -> None:
-        """`num_bytes` arrived. ProtocolViolation if they cannot be right."""
+        """`num_bytes` arrived. Raises ProtocolViolation if they break the framing."""
         if self.stopped:
             return
         if self._chunk is not None:
@@ -89,14 +89,14 @@ class FrameReader:
                 break
             start += used
         if self._chunk is not None or self.stopped:
-            self._num_filled = 0  # an unfinished chunk takes all that was left
+            self._num_filled = 0  # an unfinished chunk has taken the rest of the scratch buffer
         elif start:
             rest = self._num_filled - start
             self._scratch[:rest] = bytes(self._scratch[start : self._num_filled])
             self._num_filled = rest
 
     def _parse_frame(self, start: int) -> int:
-        """Handle the frame at `start` of the scratch buffer; how many bytes it took, 0 if it is not all there."""
+        """Handle the frame at `start` of the scratch buffer. Returns its size, or 0 if it is not complete yet."""
         available = self._num_filled - start
         if available < HEADER_BYTES:
             return 0
@@ -142,7 +142,7 @@ class FrameReader:
         self.num_body_bytes += num_bytes
         if self._target_filled < header.length:
             return
-        crc = crc32(self._target, self._crc)  # a chunk is short enough to be in the processor's cache still
+        crc = crc32(self._target, self._crc)  # a chunk is short enough that it is still in the CPU cache
         self._chunk = None
         self._target = self._scratch[:0]
         if crc != header.crc:
@@ -151,9 +151,9 @@ class FrameReader:
 
 
 class FrameRouter:
-    """Checks that a frame may come now, counts it, and gives it to the calling or to the answering half of the link.
+    """Checks that a frame is allowed now, counts it, and passes it to the calling or the answering half of the link.
 
-    `initiator` is True at the end that opened the stream: its calls have odd numbers.
+    `initiator` is True at the end that opened the stream; the calls of that end have odd ids.
     """
 
     def __init__(self, link: Link, *, initiator: bool) -> None:
@@ -174,7 +174,7 @@ class FrameRouter:
         self._received.control_bytes += HEADER_BYTES + len(payload)
         self._check_hello(frame_type)
         if self._link.queue.num_control_frames > _MAX_WAITING_CONTROL_FRAMES:
-            raise ProtocolViolation(Violation.NOT_READING, "too many control frames wait for the peer to read them")
+            raise ProtocolViolation(Violation.NOT_READING, "the peer does not read: too many control frames are queued")
         if frame_type is FrameType.PING:
             self._link.queue.send_control(pack_nonce(FrameType.PONG, parse_nonce(payload)))
         elif frame_type is FrameType.PONG:
@@ -213,11 +213,11 @@ class FrameRouter:
 
     def _expect_call_of(self, call_id: int, *, own: bool) -> None:
         if self._is_own(call_id) is not own:
-            raise ProtocolViolation(Violation.UNKNOWN_CALL, f"call {call_id} is not the other end's to speak about")
+            raise ProtocolViolation(Violation.UNKNOWN_CALL, f"a frame of this type may not name call {call_id}")
 
     def _check_hello(self, frame_type: FrameType) -> None:
         is_hello = frame_type is FrameType.HELLO
-        if frame_type is FrameType.GOODBYE:  # a peer that does not want the stream says so at once
+        if frame_type is FrameType.GOODBYE:  # a peer may reject the stream before any HELLO
             return
         if not self.has_hello and not is_hello:
             raise ProtocolViolation(Violation.NO_HELLO, f"{frame_type.name} before HELLO")

@@ -1,7 +1,7 @@
-"""Messages on their way in: admitted against a memory budget, put together, measured.
+"""Messages that are being received: admitted against a memory budget, assembled, measured.
 
-The beginning of a message (up to `CALL_WINDOW_BYTES`) may arrive unasked; the rest comes after the receiver has
-reserved memory for all of it and granted credit. So the receiver's memory is bounded, whatever the senders do.
+The first `CALL_WINDOW_BYTES` of a message may arrive without credit; the sender may send the rest once the receiver has
+reserved memory for the whole message and granted credit. So the receiver's memory is bounded, whatever the senders do.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from swarmtrain.wire.frames import (
 )
 from swarmtrain.wire.schema import Registry
 
-_CREDIT_BATCH_BYTES = LINK_WINDOW_BYTES // 4  # window credit is returned in lumps: a frame per message costs more
+_CREDIT_BATCH_BYTES = LINK_WINDOW_BYTES // 4  # window credit is returned in batches: a frame per message costs more
 _LEAST_REPORTED_BYTES = 64 << 10  # smaller messages say little about a link
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What the receiver saw of one large message: bytes after the first piece, and the time they took."""
+    """The receiver's measurement of one large message: the bytes after the first chunk, and the time they took."""
 
     num_bytes: int
     seconds: float
 
 
 class InboundMessage:
-    """A message that is being received. A `discarded` one is received and thrown away."""
+    """A message that is being received. If `discarded`, its bytes are read and dropped."""
 
     __slots__ = (
         "body",
@@ -68,9 +68,9 @@ class InboundMessage:
         self.crc = 0
         self.granted = self.window_bytes
         self.reservation: Reservation | None = None
-        self.is_receiving = False  # a chunk is on its way into `body`, which therefore must stay
+        self.is_receiving = False  # a chunk is being received into `body`, which therefore must not be replaced
         self.discarded = False
-        self.takes_window = not self.is_small  # until its beginning was credited back
+        self.takes_window = not self.is_small  # until its first bytes have been credited back
         self.first_at = 0.0
         self.first_bytes = 0
 
@@ -81,11 +81,11 @@ class InboundMessage:
 
     @property
     def window_bytes(self) -> int:
-        """What may arrive of it before it is admitted."""
+        """How many of its bytes may arrive before it is admitted."""
         return min(self.num_bytes, CALL_WINDOW_BYTES)
 
     def grow(self) -> None:
-        """Make room for all of it, once it is admitted."""
+        """Allocate the whole body, once the message is admitted."""
         if len(self.body) < self.num_bytes and not self.is_receiving:
             body = bytearray(self.num_bytes)
             body[: self.position] = memoryview(self.body)[: self.position]
@@ -93,7 +93,7 @@ class InboundMessage:
 
 
 class InboundMessages:
-    """Puts messages of one link together. `send_control` takes the credit frames that go back."""
+    """Assembles the messages of one link. Credit frames go back through `send_control`."""
 
     def __init__(
         self,
@@ -105,21 +105,21 @@ class InboundMessages:
     ) -> None:
         self._registry = registry
         self._send_control = send_control
-        # Apart, since requests are held while their handlers wait for answers: together they could block each other.
+        # Separate, because a request is held while its handler waits for answers: one budget could deadlock.
         self._budgets = {True: request_budget, False: answer_budget}
-        self._open_window = {True: 0, False: 0}  # beginnings that were not credited back yet
-        self._owed_window = {True: 0, False: 0}  # the part of it that is due
+        self._open_window = {True: 0, False: 0}  # first bytes that have not been credited back yet
+        self._owed_window = {True: 0, False: 0}  # the part of it that is due for credit
         self._trash = memoryview(b"")
         self._closed = False
 
     def close(self) -> None:
-        """Admit nothing any more: messages that are given up one by one must not make room for each other."""
+        """Admit no further message: releasing messages one by one at the end must not admit others."""
         self._closed = True
 
     def start(
         self, call_id: int, start_type: FrameType, start: Start, *, discard: bool, expires_at: float
     ) -> InboundMessage:
-        """Begin a message. ProtocolViolation if it may not be begun at all."""
+        """Begin a message. Raises ProtocolViolation if its kind, size or the window forbids it."""
         is_request = start_type is FrameType.REQUEST
         self._check_size(start, self._budgets[is_request])
         message = InboundMessage(call_id, start_type, start, expires_at)
@@ -169,7 +169,7 @@ class InboundMessages:
         self._credit(message, missing)
 
     def _credit(self, message: InboundMessage, call_bytes: int) -> None:
-        """Grant the rest of a message, and give back, once, what its beginning took from the link's window."""
+        """Grant the rest of a message and, once, return what its first bytes took from the link's window."""
         is_request = message.start_type is FrameType.REQUEST
         if message.takes_window:
             message.takes_window = False
@@ -181,7 +181,7 @@ class InboundMessages:
             self._send_control(pack_pair(FrameType.CREDIT, message.call_id, call_bytes, owed))
 
     def discard(self, message: InboundMessage) -> None:
-        """Let go of a message's memory; what still arrives of it is thrown away."""
+        """Release a message's memory; the bytes that still arrive are dropped."""
         if message.discarded:
             return
         message.discarded = True
@@ -190,17 +190,17 @@ class InboundMessages:
         self.release(message)
 
     def release(self, message: InboundMessage) -> None:
-        """The message's memory is no longer the link's affair. A second call does nothing.
+        """Stop accounting for the message's memory. A second call does nothing.
 
-        One that fits the window may be complete, and handled, before the budget admitted it: then it holds its part of
-        the window until now, so that the two together still bound the memory.
+        A message that fits the window may be complete, and handled, before the budget admits it. It holds its part of
+        the window until now, so that window and budget together still bound the memory.
         """
         self._credit(message, 0)
         if message.reservation is not None:
             message.reservation.release()
 
     def chunk_begins(self, message: InboundMessage, num_bytes: int) -> tuple[memoryview, int]:
-        """Where the next chunk goes, and the checksum so far."""
+        """The buffer for the next chunk, and the checksum so far."""
         end = message.position + num_bytes
         if end > message.num_bytes:
             detail = f"{message.kind}: more bytes than the {message.num_bytes} announced"
@@ -212,7 +212,7 @@ class InboundMessages:
         if message.discarded:
             return self._trash_buffer(num_bytes), message.crc
         if len(message.body) < end:
-            message.grow()  # it was admitted while the last chunk was on its way
+            message.grow()  # it was admitted while its last chunk was being received
         if message.position == 0:
             message.first_at = world.monotonic()  # finer than the loop's clock, which may count in milliseconds
             message.first_bytes = num_bytes
@@ -229,7 +229,7 @@ class InboundMessages:
         return message.position == message.num_bytes
 
     def measure(self, message: InboundMessage) -> Measurement | None:
-        """What the complete `message` says about the link; None if it is too small or came in one piece."""
+        """The measurement of a complete `message`; None if it is too small or came in one chunk."""
         num_bytes = message.num_bytes - message.first_bytes
         seconds = world.monotonic() - message.first_at
         if message.num_bytes < _LEAST_REPORTED_BYTES or num_bytes <= 0 or seconds <= 0:

@@ -1,9 +1,9 @@
 """The limits that all links of a daemon share: rates, memory for received messages, running handlers.
 
-Rates: one token bucket for everything that a daemon sends and one for everything that it receives. Who may send next is
-decided by priority over all links together, so that a state download on one link cannot hold back a boundary tensor on
-another. Tokens may go negative by one grant: the next one waits that much longer, so the average is exact. Over any
-window of w seconds a bucket lets through at most rate * (w + BURST_S) bytes plus one grant.
+Rates: one token bucket for everything that a daemon sends, one for everything that it receives. All links queue at the
+same bucket by priority, so that a state download on one link cannot delay a boundary tensor on another. The token count
+may go negative by one grant; the next grant waits that much longer, so the average is exact. Over any window of w
+seconds a bucket lets through at most rate * (w + BURST_S) bytes plus one grant.
 
 Memory: reserved before it is allocated, first come first served.
 """
@@ -21,19 +21,19 @@ from swarmtrain.errors import UsageError
 from swarmtrain.units import MIB
 from swarmtrain.wire.limits import Priority
 
-BURST_S = 0.2  # unused rate that is kept for later: bridges the lateness of timers
-HEADERS = 0.05  # of TCP, IP and the encryption, relative to what this program sees of its traffic: they count as well
-LOW_SHARE = 16  # one grant in so many goes to the least urgent, so that nothing starves for ever
-_GRANT_S = 0.05  # at low rates a grant is this much of a second, so that control frames need not wait long
+BURST_S = 0.2  # how much unused rate may accumulate: makes up for late timers
+HEADERS = 0.05  # overhead of TCP, IP and encryption relative to the bytes that this program counts; the cap includes it
+LOW_SHARE = 16  # one grant in LOW_SHARE goes to the least urgent priority, so that none starves
+_GRANT_S = 0.05  # at low rates a grant covers this much time, so that control frames do not wait long
 _MIN_GRANT_BYTES = 2048
 Schedule = Callable[[float, Callable[[], None]], "Cancellable"]
 
 
 class Cancellable(Protocol):
-    """What a scheduler returns."""
+    """The handle of a scheduled callback."""
 
     def cancel(self) -> None:
-        """Do not call."""
+        """Drop the callback."""
 
 
 class SendTicket:
@@ -48,7 +48,7 @@ class SendTicket:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Give the place up."""
+        """Leave the queue."""
         self.cancelled = True
 
 
@@ -81,13 +81,13 @@ class TokenBucket:
         self._timer: Cancellable | None = None
 
     def grant_bytes(self, wanted: int) -> int:
-        """How much of `wanted` to ask for at once, so that the bucket can switch between senders often enough."""
+        """How much of `wanted` to acquire at once: small enough that the bucket can switch between senders."""
         if self.rate_bytes_per_s is None:
             return wanted
         return min(wanted, max(_MIN_GRANT_BYTES, int(self.rate_bytes_per_s * _GRANT_S)))
 
     def acquire(self, num_bytes: int, priority: Priority, granted: Callable[[], None]) -> SendTicket | None:
-        """Take `num_bytes` now and return None, or queue: `granted` is called once they have been taken."""
+        """Take `num_bytes` now and return None, or queue and return a ticket: `granted` is called once it is served."""
         if self.rate_bytes_per_s is None:
             return None
         self._drop_cancelled()
@@ -101,7 +101,7 @@ class TokenBucket:
         return ticket
 
     def raise_priority(self, ticket: SendTicket, priority: Priority) -> SendTicket:
-        """Move a queued ticket up: something more urgent waits behind it. Returns its new ticket."""
+        """Move a queued ticket up, because a more urgent message waits behind it. Returns the new ticket."""
         ticket.cancel()
         moved = SendTicket(ticket.num_bytes, priority, ticket.granted)
         heapq.heappush(self._queue, (priority, self._num_tickets, moved))
@@ -116,11 +116,11 @@ class TokenBucket:
 
     @property
     def num_waiting(self) -> int:
-        """Senders that wait for the rate to let them through."""
+        """Senders that wait for tokens."""
         return sum(not ticket.cancelled for _, _, ticket in self._queue)
 
     def in_debt(self) -> bool:
-        """More was let through than the rate allows so far."""
+        """Whether more has passed than the rate allows so far."""
         return self.rate_bytes_per_s is not None and self._available() < 0
 
     def _available(self) -> float:
@@ -137,7 +137,7 @@ class TokenBucket:
     def _set_timer(self) -> None:
         if self._timer is not None or not self._queue or self.rate_bytes_per_s is None:
             return
-        # Until there is at least one token; a byte more than the debt, so that rounding cannot wake us too early.
+        # Until there is at least one token: one byte more than the debt, so that rounding cannot fire the timer early.
         delay_s = max(0.0, 1.0 - self._available()) / self.rate_bytes_per_s
         self._timer = self._schedule(delay_s, self._serve)
 
@@ -152,7 +152,7 @@ class TokenBucket:
         self._set_timer()
 
     def _next_ticket(self) -> SendTicket:
-        """The most urgent one; in its turn, the least urgent one that waits for longest."""
+        """The most urgent ticket; every LOW_SHARE-th time, the oldest of the least urgent ones."""
         self._num_served += 1
         if self._num_served % LOW_SHARE:
             return heapq.heappop(self._queue)[2]
@@ -168,7 +168,7 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """The caps of one daemon, for all that its line carries. `RateLimiter()` limits nothing."""
+    """One daemon's rate caps, over all of its links. `RateLimiter()` limits nothing."""
 
     def __init__(
         self,
@@ -204,16 +204,16 @@ class Reservation:
         self.released = False
 
     def release(self) -> None:
-        """Give the share back, or leave the queue. A second call does nothing."""
+        """Return the share, or leave the queue. A second call does nothing."""
         if self.released:
             return
         self.released = True
-        self.on_admitted = _nothing  # it knows the message, which knows this: they must not keep each other alive
+        self.on_admitted = _nothing  # breaks the cycle: the callback holds the message, which holds this reservation
         self._budget._give_back(self)
 
 
 class Budget:
-    """`limit_bytes` of memory. A child budget takes from its parent as well, and all of a family share one queue."""
+    """`limit_bytes` of memory. A child budget also draws on its parent, and a parent and its children share a queue."""
 
     def __init__(self, limit_bytes: int, parent: Budget | None = None) -> None:
         self.limit_bytes: int = limit_bytes if parent is None else min(limit_bytes, parent.limit_bytes)
@@ -222,9 +222,9 @@ class Budget:
         self._queue: list[Reservation] = [] if parent is None else parent._queue
 
     def reserve(self, num_bytes: int, on_admitted: Callable[[], None]) -> Reservation:
-        """Reserve now (`admitted` is True, `on_admitted` is not called) or queue (it is called once there is room).
+        """Reserve now (`admitted` is True, `on_admitted` is not called) or queue (`on_admitted` is called later).
 
-        `num_bytes` must not be above `limit_bytes`: such a reservation could never be admitted.
+        Raises ValueError if `num_bytes` is above `limit_bytes`: such a reservation could never be admitted.
         """
         if num_bytes > self.limit_bytes:
             raise ValueError(f"{num_bytes} bytes can never fit a budget of {self.limit_bytes}")
@@ -249,9 +249,9 @@ class Budget:
         self._serve_queue()
 
     def _serve_queue(self, fresh: Reservation | None = None) -> None:
-        """Admit in order. A full child blocks its own reservations only, a full parent blocks all.
+        """Admit in order, so that small reservations cannot overtake a large one for ever.
 
-        So nothing is overtaken for ever by smaller ones. `fresh` is told by its `admitted`, not by its callback.
+        A full child blocks only its own reservations, a full parent blocks all. `fresh` is admitted without a callback.
         """
         blocked: set[Budget] = set()
         for reservation in tuple(self._queue):
@@ -271,7 +271,7 @@ class Budget:
 
 
 class HandlerTasks:
-    """The tasks in which handlers run. They outlive their links: a lost caller does not cancel the work."""
+    """The tasks in which handlers run. They outlive their links: losing the caller does not cancel the work."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -284,14 +284,14 @@ class HandlerTasks:
         return len(self._tasks)
 
     def try_claim(self) -> bool:
-        """Take a place; False if all are taken. Give it back with `unclaim`."""
+        """Claim a slot; False if all are taken. `unclaim` returns it."""
         if self._num_claimed >= self._limit:
             return False
         self._num_claimed += 1
         return True
 
     def unclaim(self) -> None:
-        """Give a place back."""
+        """Return a slot."""
         self._num_claimed -= 1
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -314,7 +314,7 @@ class HandlerTasks:
 
 @dataclass(slots=True)
 class Shared:
-    """What all links of a daemon share: rate caps, memory, places for handlers."""
+    """The limits that all links of a daemon share: rate caps, memory, slots for handlers."""
 
     limiter: RateLimiter = field(default_factory=RateLimiter)
     tasks: HandlerTasks = field(default_factory=lambda: HandlerTasks(4096))

@@ -1,8 +1,8 @@
-"""A link: one long-lived byte stream to a neighbour that carries many calls at once, both ways.
+"""A link: one long-lived byte stream to a peer that carries many concurrent calls in both directions.
 
-A call is one request, any number of progress messages from the callee, and exactly one last word: an answer or a typed
-refusal. The protocol does not trust the stream to end well or the peer to behave: lengths, checksums, credits and
-keepalives are its own, and any breach closes this link and nothing else.
+A call is one request, any number of progress messages from the callee, and exactly one final frame: an answer or a
+typed refusal. The protocol trusts neither the stream nor the peer: it has its own lengths, checksums, credits and
+keepalives, and a violation closes this link and nothing else.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class LinkOptions:
     """Settings of one link. The defaults suit home connections."""
 
     heartbeat_s: float = 2.0
-    missed_heartbeats: int = 3  # a peer is dead after this many intervals without a byte from it
+    missed_heartbeats: int = 3  # the peer counts as dead after this many intervals without a byte from it
     chunk_bytes: int = 128 << 10  # an urgent message waits for at most one chunk: 50 ms at 20 Mbit/s; see fit_chunks
-    outbound_bytes: int = 64 * MIB  # per priority; above it, calls wait before they queue their request
+    outbound_bytes: int = 64 * MIB  # per priority; above it, a call waits before it queues its request
     inbound_bytes: int = 512 * MIB  # of requests and, separately, of answers that are being received or handled
-    max_inbound_calls: int = 256  # at once; further requests are answered BUSY
-    busy_retry_s: float = 0.25  # what a BUSY says about when to try again
-    write_stall_s: float = 60.0  # a peer that takes no byte for so long is given up, even if it still sends
-    stall_grace_s: float = 30.0  # a request that is not complete so long after its own deadline breaks the link
+    max_inbound_calls: int = 256  # at once; further requests get BUSY
+    busy_retry_s: float = 0.25  # the retry_after_s of a BUSY
+    write_stall_s: float = 60.0  # the link ends if the peer takes no byte for this long, even if it still sends
+    stall_grace_s: float = 30.0  # the link ends if a request is incomplete this long after its own deadline
     close_s: float = 5.0  # how long a graceful close waits for open calls and for the other end
 
 
 class Link:
-    """See the module. Construct it on the running loop, then `start` it.
+    """See the module docstring. Construct it on the running loop, then `start` it.
 
     `initiator` is True at exactly one end: the one that opened the stream.
     """
@@ -96,44 +96,44 @@ class Link:
         self.used_at = self._loop.time()  # when a call was last opened or ended
 
     def start(self) -> None:
-        """Say hello, and begin to receive."""
+        """Send HELLO and begin to receive."""
         self.queue.send_control(pack_frame(FrameType.HELLO, 0, f"swarmtrain {__version__}".encode()))
         self.keepalive.start()
         self._stream.start(self)
 
-    # What users of the link see.
+    # For users of the link.
 
     @property
     def is_open(self) -> bool:
-        """New calls may be tried on it."""
+        """Whether it takes new calls."""
         return self.error is None and not self._is_closing
 
     @property
     def was_greeted(self) -> bool:
-        """The other end has said hello: it speaks the protocol and took the stream."""
+        """Whether the other end has sent HELLO: it speaks the protocol and has accepted the stream."""
         return self._router.has_hello
 
     @property
     def num_open_calls(self) -> int:
-        """Calls under way in both directions."""
+        """Open calls of both directions."""
         return self.caller.num_open + self.callee.num_open
 
     @property
     def backlog_bytes(self) -> int:
-        """Body bytes that are queued here and not written yet."""
+        """Body bytes that are queued here and have not been written yet."""
         return self.queue.queued_bytes
 
     @property
     def received_bytes(self) -> int:
-        """Body bytes that have come, those of unfinished messages too."""
+        """Body bytes received, those of unfinished messages included."""
         return self._reader.num_body_bytes
 
     async def call(self, request: Message, *, deadline_s: float, on_progress: OnProgress | None = None) -> Message:
         """Send `request`; return its final answer.
 
-        `deadline_s` bounds everything: waiting for room in the queue, sending, the callee's work, the way back.
+        `deadline_s` bounds everything: waiting in the queue, sending, the callee's work and the answer's transfer.
         `on_progress` is called on the loop with each progress message, in order, before the answer is returned.
-        Cancelling the awaiting task, or the deadline, tells the callee (CANCEL).
+        If the awaiting task is cancelled or the deadline passes, the callee gets a CANCEL.
         Raises LinkClosed (PeerSilent, ProtocolViolation), CallTimeout, CallRefused, MalformedAnswer, or WireError if
         `request` itself breaks its schema.
         """
@@ -143,9 +143,9 @@ class Link:
         return await self.caller.call(request, deadline_s=deadline_s, on_progress=on_progress)
 
     async def close(self, timeout_s: float | None = None) -> None:
-        """Take no new calls, let open ones end, say goodbye, and return when the stream is closed.
+        """Take no new calls, wait for open ones, send GOODBYE, and return when the stream is closed.
 
-        All of it within `timeout_s` (default: the option `close_s`); calls that are open then fail with LinkClosed.
+        All within `timeout_s` (default: the option `close_s`); calls that are still open then fail with LinkClosed.
         """
         if self._stream_closed.is_set():
             return
@@ -158,7 +158,7 @@ class Link:
                     self._call_ended.clear()
                     await self._call_ended.wait()
                 self._say_goodbye("closed", "")
-                # The other end closes: it alone knows that it has read everything.
+                # The other end closes the stream: only it knows that it has read everything.
                 await self._stream_closed.wait()
         except TimeoutError:
             pass
@@ -175,7 +175,7 @@ class Link:
     def get_buffer(self, sizehint: int) -> memoryview:
         """See `StreamReceiver`."""
         buffer = self._reader.get_buffer()
-        # Under a receive cap, take little at once: the cap is kept by pausing in between.
+        # Under a receive cap, read little at once: pauses between the reads keep the cap.
         return buffer[: self.shared.limiter.down.grant_bytes(len(buffer))]
 
     def buffer_updated(self, num_bytes: int) -> None:
@@ -209,14 +209,14 @@ class Link:
             self._is_reading_paused = True
             self._stream.pause_reading()
             if bucket.acquire(0, Priority.CONTROL, self._resume_reading) is None:
-                self._resume_reading()  # the debt was paid off between the two looks
+                self._resume_reading()  # the debt was paid off between the two checks
 
     def _resume_reading(self) -> None:
         self._is_reading_paused = False
         if not self._stream_closed.is_set():
             self._stream.resume_reading()
 
-    # What the two halves of the link, the router of its frames and its keepalive call.
+    # For the two halves of the link, its frame router and its keepalive.
 
     def refuse(self, call_id: int, refusal: RefusalPayload) -> None:
         """Answer a call with a refusal."""
@@ -224,7 +224,7 @@ class Link:
         self.queue.send_control(pack_refusal(FrameType.REFUSAL, call_id, refusal))
 
     def count_received(self, message: InboundMessage, num_blob_bytes: int) -> None:
-        """Count a complete message, and tell its sender how fast it came."""
+        """Count a complete message, and tell its sender how fast it arrived."""
         traffic = self.traffic.received.kind(message.kind)
         traffic.num_messages += 1
         traffic.blob_bytes += num_blob_bytes
@@ -236,25 +236,26 @@ class Link:
             self.queue.send_control(frame)
 
     def call_ended(self) -> None:
-        """Note that a call of either end has ended: a graceful close may wait for it."""
+        """Note that a call of either direction has ended: a graceful close may wait for it."""
         self.used_at = self._loop.time()
         self._call_ended.set()
 
     def tick(self, now: float) -> None:
-        """At every keepalive: fit the chunks to the wire, and look for calls that do not move."""
+        """At every keepalive: fit the chunk size to the measured rate, and look for stalled calls."""
         if (rate := self.meter.up.bytes_per_s) is not None:
             self.queue.fit_chunks(rate)
         try:
             self.callee.check_stalled(now)
             self.caller.check_abandoned()
             if self.queue.stalled_s(self._stream.unsent_bytes) > self.options.write_stall_s:
-                raise ProtocolViolation(Violation.NOT_READING, f"no byte taken for {self.options.write_stall_s:g} s")
+                stalled_s = self.options.write_stall_s
+                raise ProtocolViolation(Violation.NOT_READING, f"the peer took no byte for {stalled_s:g} s")
         except ProtocolViolation as violation:
             self._violated(violation)
 
     def peer_silent(self, silent_s: float) -> None:
-        """End the link: nothing has come for too long."""
-        self._end(PeerSilent(f"link to {self.peer_id}: nothing heard for {silent_s:.1f} s"))
+        """End the link: the peer has been silent for too long."""
+        self._end(PeerSilent(f"link to {self.peer_id}: no byte received for {silent_s:.1f} s"))
         self._stream.abort()
 
     def _violated(self, violation: ProtocolViolation) -> None:
@@ -266,22 +267,22 @@ class Link:
         self._close_stream()
 
     def goodbye_received(self, payload: RefusalPayload, last_seen: int) -> None:
-        """The other end closes the link; it has begun no call after `last_seen`."""
+        """The other end closes the link; it has begun to handle no call after `last_seen`."""
         detail = ": ".join(part for part in (payload.code, payload.text) if part)
         self._end(LinkClosed(f"link to {self.peer_id}: the peer closed it ({detail})"), last_seen)
         self._close_stream()
 
     def _say_goodbye(self, code: str, text: str) -> None:
-        """The last frame: nothing is written after it."""
+        """Send GOODBYE, the last frame of this end."""
         if self.error is None:
             self.callee.is_closing = True
-            # Its call id is the last one that was begun here: later ones may safely be made elsewhere.
+            # It names the last call that was begun here, so that the caller may safely repeat later ones elsewhere.
             frame = pack_refusal(FrameType.GOODBYE, self.callee.last_call_id, RefusalPayload(code, text))
             self.queue.send_control(frame)
             self.queue.flush_control()
 
     def _close_stream(self) -> None:
-        """Flush and close, but not for ever."""
+        """Flush and close; abort after `close_s`."""
         if not self._stream_closed.is_set():
             self._stream.close()
             self._abort_timer = self._loop.call_later(self.options.close_s, self._stream.abort)
@@ -296,7 +297,7 @@ class Link:
         return LinkClosed(str(error or f"link to {self.peer_id}: closing"), request_sent=request_sent)
 
     def _end(self, error: LinkClosed, last_seen: int | None = None) -> None:
-        """Nothing goes in or out any more; every open call learns why."""
+        """Stop receiving and sending, and fail every open call with the reason."""
         if self.error is not None:
             return
         self.error = error
@@ -312,10 +313,10 @@ class Link:
 
 
 class KeepAlive:
-    """Is the other end still there? Pings at a fixed interval, whatever else the link does.
+    """Detects a dead peer: pings at a fixed interval, whatever else the link does.
 
-    Any received byte counts as a heartbeat, not only a pong: behind a long transfer a pong may be late, but then bytes
-    come. After `missed_heartbeats` intervals without a byte the peer is silent.
+    Any received byte counts, not only a pong: a pong may be late behind a long transfer, but then bytes arrive. After
+    `missed_heartbeats` intervals without a byte the peer counts as silent.
     """
 
     def __init__(self, link: Link) -> None:
@@ -330,13 +331,13 @@ class KeepAlive:
         self._sent_at: float | None = None
 
     def start(self) -> None:
-        """Ping now and from now on."""
+        """Send the first ping, and begin to ping regularly."""
         self._heard_at = self._ticked_at = self._loop.time()
         self._ping()
         self._timer = self._loop.call_later(self._interval_s, self._tick)
 
     def stop(self) -> None:
-        """No more pings and no more calls."""
+        """Stop pinging, and make no further calls to the link."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -346,14 +347,14 @@ class KeepAlive:
         self._heard_at = self._loop.time()
 
     def pong(self, nonce: int) -> None:
-        """The other end answered; measures if it is the answer to the latest ping."""
+        """A pong arrived; the round trip is measured if it answers the latest ping."""
         if nonce == self._nonce and self._sent_at is not None:
             self._link.meter.rtt.add(world.monotonic() - self._sent_at)
             self._sent_at = None
 
     def _tick(self) -> None:
         now = self._loop.time()
-        # If this process was stopped or its loop was blocked, what the peer sent meanwhile has not been read yet.
+        # If this process was suspended or its loop was blocked, bytes of the peer may wait unread.
         if now - self._ticked_at > 2 * self._interval_s:
             self._heard_at = now
         self._ticked_at = now

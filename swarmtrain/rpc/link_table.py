@@ -1,4 +1,4 @@
-"""Who this node has links with: one record per peer, with its links, its dialing state and its meter."""
+"""The node's table of peers: one record per peer, with its links, its dialing state and its meter."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class LinkSnapshot:
 
 @dataclass(slots=True)
 class LinkRecord:
-    """What the node keeps about one peer."""
+    """The node's record of one peer."""
 
     meter: LinkMeter
     outgoing: Link | None = None
     incoming: list[Link] = field(default_factory=list)
     dialing: asyncio.Task[Link] | None = None
     num_failures: int = 0  # dials in a row
-    failure: str = ""  # what the last of them said
+    failure: str = ""  # the reason of the last one
     retry_at: float = 0.0
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """All links with this peer, ours first."""
+        """All links with this peer, our own first."""
         return (*((self.outgoing,) if self.outgoing is not None else ()), *self.incoming)
 
     def usable(self) -> Link | None:
-        """A link to call through: our own, else one that the peer opened (it may not be dialable)."""
+        """An open link for a call: our own, else one that the peer opened (the peer may not be dialable)."""
         return next((link for link in self.links if link.is_open), None)
 
     def remove(self, link: Link) -> None:
@@ -56,18 +56,18 @@ class LinkRecord:
 
 
 class LinkTable:
-    """All records, bounded: of peers without links the ones unused for longest are forgotten first."""
+    """All records, bounded: the least recently used record without links is forgotten first."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, LinkRecord] = {}
 
     def get(self, peer_id: str) -> LinkRecord:
-        """The record of a peer, made if need be."""
+        """The record of a peer, created if it does not exist."""
         neighbour = self._by_id.pop(peer_id, None)
         if neighbour is None:
             neighbour = LinkRecord(LinkMeter(peer_id))
             self._forget_some()
-        self._by_id[peer_id] = neighbour  # to the end: the order is that of use
+        self._by_id[peer_id] = neighbour  # at the end: the order is that of last use
         return neighbour
 
     def find(self, peer_id: str) -> LinkRecord | None:
@@ -79,7 +79,7 @@ class LinkTable:
         return [link for neighbour in self._by_id.values() for link in neighbour.links]
 
     def dials(self) -> list[asyncio.Task[Link]]:
-        """Every dial that is under way."""
+        """Every dial in progress."""
         return [neighbour.dialing for neighbour in self._by_id.values() if neighbour.dialing is not None]
 
     def snapshot(self, now: float) -> tuple[LinkSnapshot, ...]:

@@ -1,4 +1,4 @@
-"""What a link knows of its wire: goodput, round-trip time, and how much has crossed it. No I/O."""
+"""Measurements of a link: goodput, round-trip time, bytes by kind. No I/O."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _GOODPUT_WEIGHT = 0.3  # of the newest sample
-_RTT_WEIGHT = 0.125  # as TCP's smoothed round-trip time
+_RTT_WEIGHT = 0.125  # as in TCP's smoothed round-trip time
 _FEWEST_SAMPLE_BYTES = 4096
 _SHORTEST_SAMPLE_S = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class LinkEstimate:
-    """What routing reads about one peer. Rates are None until a large message was measured or a prior set."""
+    """The link to one peer, as routing sees it. A rate is None until a large message is measured or a prior is set."""
 
     peer_id: str
     up_bytes_per_s: float | None  # from here to the peer
@@ -28,9 +28,9 @@ class LinkEstimate:
 
 
 class GoodputEstimator:
-    """Moving average of seconds per byte, since it is times that are predicted.
+    """Moving average of seconds per byte: routing predicts times, not rates.
 
-    Averaging the time and not the rate also makes a link that collapses show within a few messages.
+    Averaging times also shows a collapsing link within a few messages.
     """
 
     __slots__ = ("_seconds_per_byte", "num_samples", "total_bytes", "total_s")
@@ -42,7 +42,7 @@ class GoodputEstimator:
         self.total_s = 0.0
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        """One measured transfer. Too small or impossible ones are ignored."""
+        """Add one measured transfer. Small or impossible ones are ignored."""
         if num_bytes < _FEWEST_SAMPLE_BYTES or not math.isfinite(seconds) or seconds < 0:
             return
         sample = max(seconds, _SHORTEST_SAMPLE_S) / num_bytes
@@ -55,7 +55,7 @@ class GoodputEstimator:
         self.total_s += seconds
 
     def set_prior(self, bytes_per_s: float) -> None:
-        """What the peer announces; counts only until the first measurement."""
+        """The rate that the peer announces; it counts only until the first measurement."""
         if self.num_samples == 0 and math.isfinite(bytes_per_s) and bytes_per_s > 0:
             self._seconds_per_byte = 1.0 / bytes_per_s
 
@@ -66,7 +66,7 @@ class GoodputEstimator:
 
 
 class RoundTripEstimator:
-    """Smoothed and lowest round-trip time. The smoothed one includes what queues on the way, the lowest does not."""
+    """Smoothed and lowest round-trip time. The smoothed one includes queueing on the way, the lowest does not."""
 
     __slots__ = ("lowest_s", "smoothed_s")
 
@@ -75,7 +75,7 @@ class RoundTripEstimator:
         self.lowest_s: float | None = None
 
     def add(self, seconds: float) -> None:
-        """One ping that was answered after `seconds`."""
+        """Add one ping that was answered after `seconds`."""
         if not math.isfinite(seconds) or seconds < 0:
             return
         if self.smoothed_s is None or self.lowest_s is None:
@@ -86,7 +86,7 @@ class RoundTripEstimator:
 
 
 class LinkMeter:
-    """The record of one peer; outlives the links to it."""
+    """The measurements of one peer; they outlive the links to it."""
 
     __slots__ = ("down", "peer_id", "rtt", "up")
 
@@ -112,7 +112,7 @@ class LinkMeter:
 
 @dataclass(slots=True)
 class KindTraffic:
-    """One direction, one kind. `body_bytes + frame_bytes` is everything its messages put on the stream."""
+    """One direction, one message kind. `body_bytes + frame_bytes` is everything its messages put on the stream."""
 
     num_messages: int = 0  # complete ones
     blob_bytes: int = 0  # tensors and other raw bytes of complete messages
@@ -135,7 +135,7 @@ class DirectionTraffic:
     control_bytes: int = 0  # hello, pings, credits, refusals, cancels
 
     def kind(self, name: str) -> KindTraffic:
-        """The counters of one kind, made if need be. Names come from the registry, so their number is bounded."""
+        """The counters of one kind, created if missing. The registry bounds the number of kinds."""
         traffic = self.by_kind.get(name)
         if traffic is None:
             traffic = self.by_kind[name] = KindTraffic()
@@ -161,8 +161,8 @@ class Traffic:
     received: DirectionTraffic = field(default_factory=DirectionTraffic)
     violations: Counter[str] = field(default_factory=Counter)  # by Violation
     refusals_sent: Counter[str] = field(default_factory=Counter)  # by code of the link layer
-    num_malformed: int = 0  # messages that arrived whole and broke their schema
-    num_progress_dropped: int = 0  # progress messages that were overtaken by newer ones
+    num_malformed: int = 0  # messages that arrived complete and broke their schema
+    num_progress_dropped: int = 0  # progress messages that newer ones displaced
 
     def add(self, other: Traffic) -> None:
         """Sum into this one."""
@@ -174,7 +174,7 @@ class Traffic:
         self.num_progress_dropped += other.num_progress_dropped
 
     def summary(self) -> dict[str, Any]:
-        """Plain data for the status: by direction and kind, with totals; and what the other ends did wrong."""
+        """Plain data for the status: bytes by direction and kind with totals, and the other ends' violations."""
         directions = {
             name: {
                 "total_bytes": direction.total_bytes,

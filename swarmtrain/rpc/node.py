@@ -1,15 +1,16 @@
-"""A node: this daemon's end of all its links. Dials on demand, accepts, answers, calls by peer id."""
+"""A node holds all links of this daemon: it dials on demand, accepts links, answers calls, and calls peers by id."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar, overload
 
-from swarmtrain.p2p.errors import HostDownError, NetError, PeerUnreachable
 from swarmtrain.p2p.network import ByteStream, Transport
 from swarmtrain.rpc.calls import OnProgress
+from swarmtrain.rpc.dialing import Dialer, DialOptions
 from swarmtrain.rpc.errors import CallTimeout, LinkClosed, MalformedAnswer, RefusalCode
 from swarmtrain.rpc.exchange import Handler, call_locally
 from swarmtrain.rpc.limits import Budget, HandlerTasks, RateLimiter, Shared
@@ -21,12 +22,12 @@ from swarmtrain.wire.frames import FrameType, RefusalPayload, pack_refusal
 from swarmtrain.wire.schema import Message, Registry
 
 _PATIENCE_S = 2.0
-MOVING_S = 86400.0  # the deadline of a call that lasts while it moves
+MOVING_S = 86400.0  # the deadline of a call that may last as long as it makes progress
 M = TypeVar("M", bound=Message)
 
 
 class Rejection:
-    """Reads and ignores what still comes over a stream that is not wanted, until the other end closes it."""
+    """Refuses a stream: sends GOODBYE, then reads and ignores what still arrives until the other end closes."""
 
     def __init__(self, stream: ByteStream, code: str, text: str) -> None:
         self._stream = stream
@@ -58,18 +59,15 @@ class NodeOptions:
     """Settings of a node."""
 
     link: LinkOptions = field(default_factory=LinkOptions)
-    dial_s: float = 10.0
-    first_backoff_s: float = 1.0  # after a failed dial; doubled with each further one
-    last_backoff_s: float = 60.0
-    idle_s: float = 300.0  # a link without calls for so long is closed
-    max_links: int = 512
-    max_incoming_per_peer: int = 4  # a peer that dials again may still have old links here
-    max_inbound_calls: int = 4096  # over all links; further requests are answered BUSY
-    inbound_bytes: int = 512 * MIB  # over all links: requests and, separately, answers
+    dial: DialOptions = field(default_factory=DialOptions)
+    idle_s: float = 300.0  # a link without calls for this long is closed
+    max_incoming_per_peer: int = 4  # old links of a peer that dials again may not have ended yet
+    max_inbound_calls: int = 4096  # over all links; further requests get BUSY
+    inbound_bytes: int = 512 * MIB  # over all links: for requests and, separately, for answers
 
 
 class Node:
-    """See the module. Construct it on the running loop; it accepts links from then on."""
+    """See the module docstring. Construct it on the running loop; it accepts links from then on."""
 
     def __init__(
         self,
@@ -82,7 +80,7 @@ class Node:
         on_link_closed: Callable[[str, LinkClosed], None] | None = None,
         look_up: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
-        """`look_up`: whether there is news of a peer that could not be dialed, which is then dialed once more."""
+        """`look_up`: see `Dialer`."""
         self._transport = transport
         self._registry = registry
         self._handler = handler
@@ -100,7 +98,13 @@ class Node:
         self._closers: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.num_refused_streams = 0
-        self._look_up = look_up
+        self._dialer = Dialer(
+            transport,
+            self.options.dial,
+            look_up=look_up,
+            make_place=self._make_place,
+            make_link=partial(self._make_link, initiator=True),
+        )
         self._idle_timer = self._loop.call_later(self.options.idle_s / 4, self._close_idle_links)
         transport.listen(self._accept)
 
@@ -111,7 +115,7 @@ class Node:
 
     @property
     def num_handlers(self) -> int:
-        """Requests that are being answered."""
+        """Requests whose handlers run."""
         return self._shared.tasks.num_running
 
     @overload
@@ -145,11 +149,11 @@ class Node:
         *,
         expect: type[Message] | None = None,
     ) -> Message:
-        """Call `peer_id`, dialing it if there is no link. Raises what `Link.call` raises, or PeerUnreachable; but
-        HostDownError if this end's own transport is away, which says nothing about the peer.
+        """Call `peer_id`; dial it if there is no link. `deadline_s` includes the dialing.
 
-        `deadline_s` includes the dialing. A request of which nothing was written when its link broke is sent once more
-        over a new link: the peer cannot have seen it.
+        Raises what `Link.call` raises, or PeerUnreachable; HostDownError if this end's own transport is down, which
+        says nothing about the peer. If a link breaks before any byte of the request was written, the request is sent
+        once more over a new link, because the peer cannot have seen it.
         """
         if self._is_closed:
             raise LinkClosed("this node is closed", request_sent=False)
@@ -170,7 +174,7 @@ class Node:
         return answer
 
     async def call_while_moving(self, peer_id: str, request: Message, stall_s: float, *, expect: type[M]) -> M:
-        """As `call`, however long it takes: CallTimeout when nothing at all has come from the peer for `stall_s`."""
+        """As `call`, but without a deadline: CallTimeout once the peer has sent no byte for `stall_s`."""
         task = self._loop.create_task(self.call(peer_id, request, MOVING_S, expect=expect))
         try:
             received, moved_at = self.received_bytes(peer_id), self._loop.time()
@@ -189,97 +193,23 @@ class Node:
         self, peer_id: str, request: Message, deadline_s: float, on_progress: OnProgress | None
     ) -> Message:
         ends_at = self._loop.time() + deadline_s
-        link = await self._link_to(peer_id, ends_at)
+        link = await self._dialer.link_to(peer_id, self._neighbours.get(peer_id), ends_at)
         try:
             left_s = ends_at - self._loop.time()
             return await link.call(request, deadline_s=left_s, on_progress=on_progress)
         except LinkClosed as error:
-            await self._check_up(error)
+            await self._dialer.check_up(error)
             if error.request_sent or not link.was_greeted:
                 raise
-        link = await self._link_to(peer_id, ends_at)
+        link = await self._dialer.link_to(peer_id, self._neighbours.get(peer_id), ends_at)
         return await link.call(request, deadline_s=ends_at - self._loop.time(), on_progress=on_progress)
 
-    async def _link_to(self, peer_id: str, ends_at: float) -> Link:
-        neighbour = self._neighbours.get(peer_id)
-        link = neighbour.usable()
-        if link is not None:
-            return link
-        if neighbour.dialing is None:
-            self._check_may_dial(peer_id, neighbour)
-            neighbour.dialing = self._loop.create_task(self._dial(peer_id, neighbour))
-            neighbour.dialing.add_done_callback(_see_exception)
-        dial = neighbour.dialing
-        try:
-            # Shielded: other callers may wait for the same dial.
-            async with asyncio.timeout_at(ends_at):
-                return await asyncio.shield(dial)
-        except asyncio.CancelledError:
-            if dial.cancelled():  # not this call was cancelled: the node is closing
-                raise LinkClosed("this node is closed", request_sent=False) from None
-            raise
-        except TimeoutError as error:
-            await self._check_up(error)
-            raise CallTimeout(f"no link to {peer_id} within the deadline of the call") from error
-
-    def _check_may_dial(self, peer_id: str, neighbour: LinkRecord) -> None:
-        wait_s = neighbour.retry_at - self._loop.time()
-        if wait_s > 0:
-            failures = f"failed dial number {neighbour.num_failures} ({neighbour.failure})"
-            raise PeerUnreachable(f"{peer_id} is not dialed for {wait_s:.1f} s after {failures}", retry_after_s=wait_s)
-        if not self._make_place():
-            raise PeerUnreachable(f"{peer_id} is not dialed: all {self.options.max_links} links are in use")
-
-    async def _dial(self, peer_id: str, neighbour: LinkRecord) -> Link:
-        try:
-            stream = await self._open(peer_id)
-        except HostDownError:
-            raise
-        except (NetError, OSError) as error:  # TimeoutError is an OSError
-            await self._check_up(error)
-            detail = str(error) or f"no answer in {self.options.dial_s:g} s"
-            wait_s = self._dial_failed(neighbour, detail)
-            raise PeerUnreachable(f"cannot reach {peer_id}: {detail}", retry_after_s=wait_s) from error
-        finally:
-            neighbour.dialing = None
-        link = self._make_link(stream, neighbour, initiator=True)
-        neighbour.outgoing = link
-        link.start()
-        return link
-
-    async def _check_up(self, error: Exception) -> None:
-        """HostDownError if it was this end that failed: no peer may be blamed for it, or wait for a dial."""
-        if not await self._transport.is_up():
-            raise HostDownError(f"this host's own transport is away: {error}") from error
-
     async def is_up(self) -> bool:
-        """Whether this end's own transport works: if not, silence says nothing about peers."""
+        """Whether this end's own transport works. While it does not, silence says nothing about a peer."""
         return await self._transport.is_up()
 
-    async def _open(self, peer_id: str) -> ByteStream:
-        """A stream to the peer; one that was a stranger is looked up and dialed once more."""
-        try:
-            async with asyncio.timeout(self.options.dial_s):
-                return await self._transport.open(peer_id, timeout_s=self.options.dial_s)
-        except HostDownError:
-            raise
-        except (NetError, OSError):
-            if self._look_up is None or not await self._look_up(peer_id):
-                raise
-        async with asyncio.timeout(self.options.dial_s):
-            return await self._transport.open(peer_id, timeout_s=self.options.dial_s)
-
-    def _dial_failed(self, neighbour: LinkRecord, reason: str) -> float:
-        """Wait longer and longer before the next dial; how long."""
-        neighbour.num_failures += 1
-        neighbour.failure = reason
-        wait_s = self.options.first_backoff_s * 2.0 ** min(30, neighbour.num_failures - 1)
-        wait_s = min(self.options.last_backoff_s, wait_s)
-        neighbour.retry_at = self._loop.time() + wait_s
-        return wait_s
-
     def forgive(self, peer_id: str) -> None:
-        """Dial again at the next call, whatever failed before: there is news of the peer."""
+        """Forget the peer's back-off: the next call dials. For when there is news of the peer."""
         neighbour = self._neighbours.find(peer_id)
         if neighbour is not None:
             neighbour.num_failures = 0
@@ -290,13 +220,13 @@ class Node:
         too_many = len(neighbour.incoming) >= self.options.max_incoming_per_peer
         if self._is_closed or too_many or not self._make_place():
             self.num_refused_streams += 1
-            Rejection(stream, RefusalCode.CLOSING if self._is_closed else RefusalCode.BUSY, "no place for another link")
+            Rejection(stream, RefusalCode.CLOSING if self._is_closed else RefusalCode.BUSY, "too many links")
             return
-        link = self._make_link(stream, neighbour, initiator=False)
+        link = self._make_link(stream, neighbour)
         neighbour.incoming.append(link)
         link.start()
 
-    def _make_link(self, stream: ByteStream, neighbour: LinkRecord, *, initiator: bool) -> Link:
+    def _make_link(self, stream: ByteStream, neighbour: LinkRecord, *, initiator: bool = False) -> Link:
         return Link(
             stream,
             self._registry,
@@ -313,16 +243,16 @@ class Node:
         if link.was_greeted:
             neighbour.num_failures = 0
         elif link is neighbour.outgoing and not self._is_closed:
-            self._dial_failed(neighbour, str(link.error))  # it took the stream and never said hello
+            self._dialer.failed(neighbour, str(link.error))  # it accepted the stream and never sent HELLO
         neighbour.remove(link)
         self._ended_traffic.add(link.traffic)
         if self._on_link_closed is not None and link.error is not None:
             self._on_link_closed(link.peer_id, link.error)
 
     def _make_place(self) -> bool:
-        """True if one more link may be opened; at the limit, the link that is idle for longest is closed."""
+        """True if one more link may be opened; at the limit, the link that has been idle longest is closed."""
         links = self._neighbours.links()
-        if len(links) < self.options.max_links:
+        if len(links) < self.options.dial.max_links:
             return True
         idle = [link for link in links if not link.num_open_calls]
         if not idle:
@@ -343,38 +273,38 @@ class Node:
         task.add_done_callback(self._closers.discard)
 
     def has_link(self, peer_id: str) -> bool:
-        """Whether a call to the peer would find an open link. It ends within seconds of the peer's death."""
+        """Whether a call to the peer would find an open link. A dead peer's link ends within seconds."""
         neighbour = self._neighbours.find(peer_id)
         return neighbour is not None and neighbour.usable() is not None
 
     def links(self) -> tuple[LinkSnapshot, ...]:
-        """All links, for status."""
+        """All links, for the status."""
         return self._neighbours.snapshot(self._loop.time())
 
     def transfers(self) -> tuple[tuple[int, float], tuple[int, float]]:
-        """(bytes, seconds) of measured messages, sent and received; peers that were forgotten are not in it."""
+        """(bytes, seconds) of measured messages, sent and received, without peers that the table has forgotten."""
         return self._neighbours.transfers()
 
     def estimate(self, peer_id: str) -> LinkEstimate:
-        """What is known about the wire to `peer_id`; survives the links themselves."""
+        """The estimate of the link to `peer_id`; it survives the links themselves."""
         neighbour = self._neighbours.get(peer_id)
         return neighbour.meter.estimate(sum(link.backlog_bytes for link in neighbour.links))
 
     def received_bytes(self, peer_id: str) -> int:
-        """What has come over the open links with a peer, without pings and the like: grows while anything moves."""
+        """Body bytes received over the open links with a peer: grows while a message makes progress, not with pings."""
         neighbour = self._neighbours.find(peer_id)
         return sum(link.received_bytes for link in neighbour.links) if neighbour is not None else 0
 
     def backlog_bytes(self) -> int:
-        """What waits to be sent, to all peers."""
+        """Body bytes that wait to be sent, to all peers."""
         return sum(link.backlog_bytes for link in self._neighbours.links())
 
     def set_prior(self, peer_id: str, up_bytes_per_s: float) -> None:
-        """What the directory says about the rate to a peer; used until something was measured."""
+        """The rate to a peer as the directory states it; used until a message was measured."""
         self._neighbours.get(peer_id).meter.up.set_prior(up_bytes_per_s)
 
     def traffic(self) -> Traffic:
-        """Everything that was moved since the start, links that ended included."""
+        """All traffic since the start, that of ended links included."""
         total = Traffic()
         total.add(self._ended_traffic)
         for link in self._neighbours.links():
@@ -382,12 +312,12 @@ class Node:
         return total
 
     def cut(self) -> None:
-        """Break all links at once, as a failing network would. The next call dials again."""
+        """Break all links at once, as a network failure would. The next call dials again."""
         for link in self._neighbours.links():
             link.abort("cut on purpose")
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """Close all links gracefully and end all handlers, within about `timeout_s`. Calls under way may end in it."""
+        """Close all links gracefully and end all handlers, within about `timeout_s`; open calls may end meanwhile."""
         self._is_closed = True
         self._idle_timer.cancel()
         dials = self._neighbours.dials()
@@ -397,9 +327,3 @@ class Node:
         await asyncio.gather(*(link.close(timeout_s) for link in self._neighbours.links()))
         await asyncio.gather(*self._closers, return_exceptions=True)
         await self._shared.tasks.drain(0.0)
-
-
-def _see_exception(dial: asyncio.Task[Link]) -> None:
-    """Mark the error of a dial as seen: its callers may all have left."""
-    if not dial.cancelled():
-        dial.exception()

@@ -1,8 +1,8 @@
-"""What waits to be written to one stream: control frames first, then messages by priority, cut into chunks.
+"""The send queue of one stream: control frames first, then messages by priority, cut into chunks.
 
-A message that is being sent gives way to a more urgent one at every chunk. Within a priority the oldest goes first, so
-that the first of several equal messages arrives early instead of all of them late. One chunk in `LOW_SHARE` goes to the
-least urgent message, so that a wire that is always busy cannot starve a newcomer's download or a checkpoint for ever.
+At every chunk boundary a more urgent message preempts the one that is being sent. Within a priority the oldest message
+goes first, so that the first of several equal messages arrives early instead of all of them late. One chunk in
+`LOW_SHARE` goes to the least urgent message, so that a busy link cannot starve a newcomer's download or a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from swarmtrain.wire.frames import (
 from swarmtrain.wire.limits import Priority
 from swarmtrain.wire.schema import EncodedMessage
 
-_JOIN_BYTES = 8 << 10  # pieces up to here are joined: one write costs more than one small copy
+_JOIN_BYTES = 8 << 10  # up to this size pieces are joined: a write costs more than a small copy
 LOW_SHARE = 16
-_CHUNK_S = 0.005  # what a larger chunk may take of the wire's time
+_CHUNK_S = 0.005  # a chunk larger than the least may take this much of the link's time
 _MOST_CHUNKS_IN_ONE = 4
-_FEWEST_CHUNK_BYTES = 1024  # what is left of a grant is not used for chunks smaller than this
+_FEWEST_CHUNK_BYTES = 1024  # the rest of a grant is not used for chunks smaller than this
 
 
 class OutboundMessage:
-    """A message on its way out. `credit` is how much of its body the receiver allows, `position` what was written."""
+    """A message that is being sent: `credit` bytes of its body are allowed by the receiver, `position` are written."""
 
     __slots__ = (
         "_buffer_index",
@@ -64,9 +64,9 @@ class OutboundMessage:
         self.start_type = start_type
         self.encoded = encoded
         self.deadline_ms = deadline_ms
-        self.on_start = on_start  # gives the call id; called just before the first byte is written
+        self.on_start = on_start  # returns the call id; called just before the first byte is written
         self.on_written = on_written
-        self.call_id = 0  # 0: nothing was written yet
+        self.call_id = 0  # 0 until the first byte is written
         self.credit = min(encoded.num_bytes, CALL_WINDOW_BYTES)
         self.position = 0
         self.crc = 0
@@ -75,17 +75,17 @@ class OutboundMessage:
 
     @property
     def started(self) -> bool:
-        """Its first frame was written."""
+        """Whether its first frame has been written."""
         return self.call_id != 0
 
     @property
     def window_bytes(self) -> int:
-        """What its beginning takes from the link's window; small messages take nothing."""
+        """What its first bytes take from the link's window; small messages take nothing."""
         return 0 if self.encoded.num_bytes <= SMALL_MESSAGE_BYTES else min(self.encoded.num_bytes, CALL_WINDOW_BYTES)
 
     @property
     def num_left(self) -> int:
-        """Body bytes that are not written yet."""
+        """Body bytes that have not been written yet."""
         return self.encoded.num_bytes - self.position
 
     def take(self, num_bytes: int) -> list[memoryview]:
@@ -134,11 +134,11 @@ class OutboundQueue:
         self._closed = False
         self._pumping = False
         self._num_chunks = 0
-        self._is_woken = dict.fromkeys(Priority, False)  # a waiter may go and has not gone yet
+        self._is_woken = dict.fromkeys(Priority, False)  # a waiter has been released and has not run yet
 
     @property
     def queued_bytes(self) -> int:
-        """Body bytes of all queued messages that are not written yet."""
+        """Body bytes of all queued messages that have not been written yet."""
         return sum(self._queued_bytes.values())
 
     @property
@@ -147,7 +147,7 @@ class OutboundQueue:
         return len(self._control)
 
     def send_control(self, frame: bytes) -> None:
-        """Write a control frame before everything else. It is counted by the rate cap but never waits for it."""
+        """Write a control frame before everything else. The rate cap counts it but never delays it."""
         if not self._closed:
             self._control.append(frame)
             self.pump()
@@ -162,20 +162,20 @@ class OutboundQueue:
         self.pump()
 
     def fit_chunks(self, bytes_per_s: float) -> None:
-        """Larger chunks on a fast wire, where every one costs more time here than there."""
+        """Use larger chunks on a fast link, where the cost per chunk is in the CPU and not on the wire."""
         fitting = max(self._least_chunk_bytes, int(_CHUNK_S * bytes_per_s))
         self._chunk_bytes = min(fitting, _MOST_CHUNKS_IN_ONE * self._least_chunk_bytes, MAX_CHUNK_BYTES)
 
     def stalled_s(self, unsent_bytes: int) -> float:
-        """For how long the stream has taken nothing although something waits; it holds `unsent_bytes` now."""
-        if unsent_bytes != self._unsent_bytes:  # slow, but it moves
+        """For how long the stream has taken no byte although some wait; it holds `unsent_bytes` now."""
+        if unsent_bytes != self._unsent_bytes:  # slow, but moving
             self._unsent_bytes, self._paused_at = unsent_bytes, world.monotonic()
         return world.monotonic() - self._paused_at if self._paused and not self._closed else 0.0
 
     async def wait_for_room(self, priority: Priority) -> None:
-        """Return once fewer bytes of `priority` wait than the limit. One message may overshoot it, whatever its size.
+        """Return once fewer bytes of `priority` are queued than the limit. One message of any size may exceed it.
 
-        Each priority has its own bound, so that a long queue of state does not make a boundary tensor wait.
+        Each priority has its own limit, so that a long queue of state does not delay a boundary tensor.
         """
         waiters = self._waiters[priority]
         while not self._closed and (waiters or self._queued_bytes[priority] >= self._limit_bytes):
@@ -189,18 +189,18 @@ class OutboundQueue:
                     waiters.remove(waiter)
                 else:
                     self._is_woken[priority] = False
-                # After this task's step: if it queues its message in it, the next one sees how much room is left.
+                # Only after this task has run on: it may queue its message, and the next waiter must see that.
                 asyncio.get_running_loop().call_soon(self._wake, priority)
 
     def drop(self, message: OutboundMessage) -> None:
-        """Forget the rest of a message. The caller sees to it that the other end learns of that."""
+        """Forget the rest of a message. Telling the other end is the caller's job."""
         queue = self._messages[message.encoded.priority]
         if message in queue:
             queue.remove(message)
             self._shrink(message.encoded.priority, message.num_left)
 
     def grant(self, message: OutboundMessage | None, is_request: bool, call_bytes: int, window_bytes: int) -> None:
-        """Credit from the receiver, for one message and for the beginnings of others of its sort."""
+        """Credit from the receiver: for the rest of one message, and for the first bytes of others of its direction."""
         if message is not None:
             message.credit = min(message.credit + call_bytes, message.encoded.num_bytes)
         self._windows[is_request] = min(self._windows[is_request] + window_bytes, LINK_WINDOW_BYTES)
@@ -217,7 +217,7 @@ class OutboundQueue:
         self.pump()
 
     def close(self) -> None:
-        """Write nothing any more and let everything go."""
+        """Write nothing more, and drop everything that is queued."""
         self._closed = True
         self._control.clear()
         for queue in self._messages.values():
@@ -230,13 +230,13 @@ class OutboundQueue:
             self._wake(priority)
 
     def flush_control(self) -> None:
-        """Write all control frames now, even if the stream is full: the last thing before it closes."""
+        """Write all control frames now, even to a full stream: the last step before it closes."""
         while self._control and not self._closed:
             self._write_control()
 
     def pump(self) -> None:
-        """Write what may be written now."""
-        if self._pumping:  # a callback of a write that is under way
+        """Write everything that may be written now."""
+        if self._pumping:  # called back from a write that is in progress
             return
         self._pumping = True
         try:
@@ -262,7 +262,7 @@ class OutboundQueue:
         self._write(frame)
 
     def _choose(self) -> OutboundMessage | None:
-        """The most urgent message that may send now; in its turn, the least urgent one."""
+        """The most urgent message that may send now; every LOW_SHARE-th time, the least urgent one."""
         first = last = next(sendable := self._sendable(), None)
         if self._num_chunks % LOW_SHARE == LOW_SHARE - 1:
             for message in sendable:
@@ -272,7 +272,10 @@ class OutboundQueue:
         return first
 
     def _sendable(self) -> Iterator[OutboundMessage]:
-        """Messages that may send now, most urgent first. One that waits for the window lets none of its sort start."""
+        """Messages that may send now, most urgent first.
+
+        While a message waits for the window, no later one of its direction may take from it.
+        """
         start_blocked = {True: False, False: False}
         for queue in self._messages.values():
             for message in queue:
@@ -288,7 +291,7 @@ class OutboundQueue:
                 yield message
 
     def _has_allowance(self, message: OutboundMessage) -> bool:
-        """Ask the rate cap for a grant; False if it comes later."""
+        """Acquire a grant from the rate cap; False if it comes later."""
         if self._allowance >= min(message.num_left, _FEWEST_CHUNK_BYTES, self._chunk_bytes):
             return True
         priority = message.encoded.priority
@@ -344,7 +347,7 @@ class OutboundQueue:
         self._wake(priority)
 
     def _wake(self, priority: Priority) -> None:
-        """Let the first waiter go if there is room; the next one only when it has gone."""
+        """Release the first waiter if the limit allows it; the next one only after that one has run."""
         waiters = self._waiters[priority]
         while waiters and (self._closed or self._queued_bytes[priority] < self._limit_bytes):
             if self._is_woken[priority] and not self._closed:

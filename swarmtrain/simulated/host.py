@@ -139,7 +139,7 @@ class SimulatedHost:
     async def call(self, peer_id: str, protocol: str, payload: bytes, *, timeout_s: float) -> bytes:
         """See `NetworkHost`."""
         if not self.is_ready:
-            raise HostDownError("p2pd is away")
+            raise HostDownError("p2pd is down")
         answer: asyncio.Future[bytes | str] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from p2p.host_helpers import hosts, run, until
 
-from swarmtrain.directory.dht import place_of_peer, place_of_topic
 from swarmtrain.directory.dht_messages import Ping, Stored
 from swarmtrain.directory.directory import Directory, DirectoryOptions, NotConfirmedError, TopicRule
+from swarmtrain.directory.places import place_of_peer, place_of_topic
 from swarmtrain.directory.records import RecordError, RecordStore, StoreLimits, make_record
 from swarmtrain.p2p.errors import HostDownError, PeerUnreachable
 from swarmtrain.p2p.identity import Identity, RunKey

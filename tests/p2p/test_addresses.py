@@ -122,7 +122,7 @@ def test_the_peer_at_the_end_of_an_address() -> None:
     assert (direct.peer_id, direct.is_relayed, direct.is_loopback) == (None, False, True)
     assert Address.parse(f"/ip4/1.2.3.4/tcp/1/ipfs/{PEER}").peer_id == PEER
     assert list(group_by_peer([str(relayed), str(direct.with_peer(PEER))])) == [PEER]
-    with pytest.raises(AddressError, match="does not say whose"):
+    with pytest.raises(AddressError, match="does not name its peer"):
         group_by_peer([str(direct)])
 
 

@@ -136,7 +136,7 @@ def test_a_stream_to_nobody_fails_with_the_reason(tmp_path: Path) -> None:
     async def main() -> None:
         async with hosts(tmp_path, 2) as (first, second):
             stranger = Identity.generate().peer_id
-            with pytest.raises(PeerUnreachable, match="no address of it is known"):
+            with pytest.raises(PeerUnreachable, match="no address of the peer is known"):
                 await second.open(stranger, timeout_s=60)
             second.learn([f"/ip4/127.0.0.1/tcp/1/p2p/{stranger}"])
             with pytest.raises(PeerUnreachable, match="refused"):

@@ -100,7 +100,7 @@ def test_p2pd_missing_not_executable_or_no_program(tmp_path: Path) -> None:
     error = start_fails(P2pdUnusableError, tmp_path / "a", p2pd_binary=tmp_path / "none")
     assert "no such file" in str(error)
     error = start_fails(P2pdUnusableError, tmp_path / "a", p2pd_binary=script(tmp_path / "plain", "x", 0o644))
-    assert "may not be executed" in str(error)
+    assert "not executable" in str(error)
     error = start_fails(P2pdUnusableError, tmp_path / "a", p2pd_binary=script(tmp_path / "text", "\0\1\2"))
     assert "not a program for this machine" in str(error)
     foreign = bytearray(Path(sys.executable).read_bytes()[:4096])

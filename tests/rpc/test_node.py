@@ -10,6 +10,7 @@ import pytest
 
 from swarmtrain.p2p.errors import HostDownError, PeerUnreachable
 from swarmtrain.p2p.network import ByteStream
+from swarmtrain.rpc.dialing import DialOptions
 from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, Refusal, RefusalCode
 from swarmtrain.rpc.exchange import Exchange, Handler
 from swarmtrain.rpc.link import LinkOptions
@@ -20,7 +21,7 @@ from swarmtrain.wire.schema import Message
 from .helpers import MIB, REGISTRY, Ask, Reply, State, Tensor, echo, next_turn, pattern, run, until
 from .transports import MemoryNetwork, SocketStream, socket_pair
 
-OPTIONS = NodeOptions(link=LinkOptions(heartbeat_s=1000.0), first_backoff_s=30.0)
+OPTIONS = NodeOptions(link=LinkOptions(heartbeat_s=1000.0), dial=DialOptions(first_backoff_s=30.0))
 
 
 def make_nodes(
@@ -101,7 +102,7 @@ def test_a_failed_dial_is_reported_and_not_repeated_at_once() -> None:
 
 def test_a_dial_that_hangs_ends_with_the_deadline_of_the_call_or_of_dialing() -> None:
     async def main() -> None:
-        network, nodes = make_nodes("a", "b", options=dataclasses.replace(OPTIONS, dial_s=0.2))
+        network, nodes = make_nodes("a", "b", options=dataclasses.replace(OPTIONS, dial=DialOptions(dial_s=0.2)))
         network.transports["b"].hangs = asyncio.Event()
         patient = asyncio.create_task(nodes["a"].call("b", Ask(1), 30))
         with pytest.raises(CallTimeout):
@@ -276,7 +277,7 @@ def test_the_number_of_links_is_bounded_by_closing_idle_ones_or_refusing() -> No
                 await release.wait()
             return Reply(1)
 
-        options = dataclasses.replace(OPTIONS, max_links=2)
+        options = dataclasses.replace(OPTIONS, dial=DialOptions(max_links=2))
         names = ["hub", "a", "b", "c", "d"]
         _, nodes = make_nodes(*names, handler=handler, options=options)
         for name in ("a", "b", "c"):

@@ -15,6 +15,7 @@ import uvloop
 from swarmtrain.p2p.errors import NetError, PeerUnreachable
 from swarmtrain.p2p.host import Host
 from swarmtrain.p2p.network import HostOptions
+from swarmtrain.rpc.dialing import DialOptions
 from swarmtrain.rpc.errors import LinkClosed
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.rpc.link import LinkOptions
@@ -25,7 +26,9 @@ from .helpers import MIB, REGISTRY, Ask, Reply, State, Tensor, echo, next_turn, 
 
 pytestmark = pytest.mark.swarm
 
-OPTIONS = NodeOptions(link=LinkOptions(heartbeat_s=1.0, missed_heartbeats=20), first_backoff_s=0.1, last_backoff_s=0.2)
+OPTIONS = NodeOptions(
+    link=LinkOptions(heartbeat_s=1.0, missed_heartbeats=20), dial=DialOptions(first_backoff_s=0.1, last_backoff_s=0.2)
+)
 
 
 @asynccontextmanager
