@@ -24,14 +24,14 @@ from swarmtrain.terminal import ProgressBar
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one schedule."""
+    """The outcome of one schedule."""
 
     seed: int
     failures: tuple[str, ...]
     trace_hash: str
     virtual_s: float
     real_s: float
-    num_faults: int  # that really happened
+    num_faults: int  # that were really injected
     happened: tuple[str, ...]
 
 
@@ -58,9 +58,9 @@ def run_schedule(schedule: Schedule, *, trace: Callable[[str], None] | None = No
 
 
 def shrink(schedule: Schedule, *, tell: Callable[[str], None] = lambda text: None) -> Schedule:
-    """The shortest beginning of the faults that still fails, and of these only those that are needed."""
+    """The shortest prefix of the faults that still fails, without those that are not needed."""
     low, high = 0, len(schedule.faults)
-    while low < high:  # the shortest prefix, by halves
+    while low < high:  # the shortest prefix, by bisection
         middle = (low + high) // 2
         tell(f"the first {middle} of {len(schedule.faults)} faults ...")
         if run_schedule(replace(schedule, faults=schedule.faults[:middle])).failures:
@@ -100,7 +100,7 @@ def _results(seeds: list[int], standard: bool, num_processes: int) -> Iterator[R
 
 
 def source_digest() -> str:
-    """Of the code that is simulated: results of other code do not count."""
+    """A digest of the simulated code: results of other code do not count."""
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

@@ -22,7 +22,7 @@ PATIENCE_S = 40.0  # a fault waits no longer for its step: an earlier fault may 
 RESTART_S = 1.0  # after this time an operator restarts daemons that have ended
 FLIP_S = 2.0  # duration of a fault that flips bits of data in flight
 LEAVE_S = 150.0  # after that, all daemons must end within this time
-SETTLE_S = 400.0  # virtual seconds in which the run must end once nothing goes wrong any more
+SETTLE_S = 400.0  # virtual seconds in which the run must end after the last fault
 
 
 class Director:
@@ -34,10 +34,10 @@ class Director:
         self._newcomers = itertools.count(schedule.num_peers)
         self._wanted: dict[str, bool] = {}  # daemons that are started again when they end
         self._undo: list[Callable[[], None]] = []
-        self.happened: list[str] = []  # faults that were really done
+        self.happened: list[str] = []  # faults that were really injected
 
     def run(self) -> None:
-        """To the end, or until it is clear that there is none."""
+        """Run to the end, or until it is clear that the run will not end."""
         swarm = self.swarm
         swarm.network.default.delay_s = self.schedule.delay_s
         swarm.start_coordinator(min_peers=self.schedule.num_peers, moves=self._rules())
@@ -82,7 +82,7 @@ class Director:
             swarm.failed(f"the run is over, and these daemons do not end: {', '.join(left)}")
 
     def _is_in_contact(self, life: Life) -> bool:
-        """Whether a peer hosts a stage, and nothing stands between it and the coordinator."""
+        """Whether a peer hosts a stage and can reach the coordinator."""
         swarm, assignment = self.swarm, getattr(life.daemon, "assignment", None)
         if not life.is_running or assignment is None or life.process.is_stopped:
             return False
@@ -204,7 +204,7 @@ class Director:
             return False
         machine = life.machine
         machine.luck = random.Random(f"{self.schedule.seed}:{fault}") if fault.amount else None
-        if fault.point:  # in the midst of writing something
+        if fault.point:  # in the middle of a write
 
             def disarm() -> None:
                 machine.syncs_left = None

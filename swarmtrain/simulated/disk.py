@@ -15,7 +15,7 @@ import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MAX_CONTENTS = 256  # of files, before those that are gone are forgotten
+MAX_CONTENTS = 256  # remembered file contents; beyond it, those of deleted files are forgotten
 FULL = 2  # PRAGMA synchronous: every commit is synced
 
 Tree = dict[Path, bytes | None]  # None: a directory
@@ -24,20 +24,20 @@ Names = dict[str, tuple[int, bool]]  # inode, whether it is a directory
 
 @dataclass
 class Disk:
-    """See the module. What is there when it is made is safe."""
+    """See the module docstring. Files that exist when it is made count as synced."""
 
     root: Path
-    lost: list[str] = field(default_factory=list)  # names that power losses took, brought back, or gave other content
+    lost: list[str] = field(default_factory=list)  # names that power losses removed, restored or changed
 
     def __post_init__(self) -> None:
         self._contents: dict[int, bytes] = {}  # of files, by inode
         self._names: dict[int, Names] = {}  # of directories, by inode
         self._databases: dict[Path, sqlite3.Connection] = {}
-        self._left: Tree | None = None  # what will be there when the power is back
+        self._left: Tree | None = None  # the files that exist when the power is back
         self._adopt(self.root)
 
     def sync(self, path: Path) -> None:
-        """The file's content, or the directory's names, are safe."""
+        """Note a sync: the file's content, or the directory's names, survive a loss of power."""
         number = path.stat().st_ino
         if path.is_dir():
             self._names[number] = _names(path)
@@ -49,12 +49,12 @@ class Disk:
             self._contents = {inode: content for inode, content in self._contents.items() if inode in kept}
 
     def open_database(self, path: Path) -> sqlite3.Connection:
-        """A database that a process of this machine writes."""
+        """Register a database that a process of this machine writes."""
         self._databases[path] = sqlite3.connect(path, isolation_level=None)
         return self._databases[path]
 
     def lose_power(self, luck: random.Random | None = None) -> None:
-        """Decide what is left; `settle` makes it so. With `luck`, so is some of what was not synced, and torn files."""
+        """Decide what survives; `settle` applies it. With `luck`, some unsynced changes survive, and torn files."""
         if self._left is not None:
             return
         here = {path.stat().st_ino: path for path in (self.root, *self.root.rglob("*"))}
@@ -69,7 +69,7 @@ class Disk:
         self.lost += sorted(str(path.relative_to(self.root)) for path in changed)
 
     def settle(self) -> None:
-        """After a loss of power: there are the files that are left, and no others."""
+        """After a loss of power: restore the files that survived, and no others."""
         if self._left is None:
             return
         for path in self.root.iterdir():
@@ -89,7 +89,7 @@ class Disk:
         self._adopt(self.root)
 
     def _adopt(self, directory: Path) -> None:
-        """All that is in it is safe."""
+        """Count everything in the directory as synced."""
         for path in directory.iterdir():
             if path.is_dir():
                 self._adopt(path)
@@ -98,7 +98,7 @@ class Disk:
         self.sync(directory)
 
     def _collect(self, place: Path, number: int, here: dict[int, Path], luck: random.Random | None) -> None:
-        """What is left of the directory with this inode, which will be found at `place`."""
+        """The surviving part of the directory with this inode, which will be at `place`."""
         assert self._left is not None
         names = self._names.get(number, {})
         if luck is not None and number in here and luck.random() < 0.5:
@@ -111,7 +111,7 @@ class Disk:
                 self._left[place / name] = self._content(inode, here, luck)
 
     def _content(self, number: int, here: dict[int, Path], luck: random.Random | None) -> bytes:
-        """What is left of the file with this inode."""
+        """The surviving content of the file with this inode."""
         content = self._contents.get(number, b"")
         if luck is not None and number in here and (now := here[number].read_bytes()) != content:
             return luck.choice((content, now, now[: len(now) // 2]))
@@ -127,7 +127,7 @@ class Disk:
             return
         try:
             (synchronous,) = database.execute("PRAGMA synchronous").fetchone()
-        except sqlite3.ProgrammingError:  # it was closed, and so synced
+        except sqlite3.ProgrammingError:  # it was closed, and therefore synced
             synchronous = FULL
         if path.exists():
             self._left[path] = path.read_bytes()

@@ -21,7 +21,7 @@ HEADER_BYTES = 60  # of a small call
 
 
 class SimulatedHost:
-    """See the module. A `NetworkHost`."""
+    """See the module docstring. A `NetworkHost`."""
 
     def __init__(
         self, network: Network, machine: SimulatedMachine, process: SimulatedProcess, options: HostOptions
@@ -66,7 +66,7 @@ class SimulatedHost:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Where it is on the network."""
+        """Its place on the network."""
         return self.peer_id, self.machine.name
 
     @property
@@ -155,7 +155,7 @@ class SimulatedHost:
         return found
 
     def _send(self, other: SimulatedHost, num_bytes: int, arrive: Callable[[], None]) -> None:
-        """Have `arrive` called at the other end, in its process; never, if the line does not let it pass."""
+        """Call `arrive` at the other end, in its process; never, if the line is blocked."""
         source, target = self.machine.name, other.machine.name
         at = self._network.arrival(source, target, num_bytes + HEADER_BYTES)
 
@@ -184,7 +184,7 @@ class SimulatedHost:
         self.process.spawn(work(), "answer a small call")
 
     async def _reach(self, peer_id: str, timeout_s: float) -> SimulatedHost | str:
-        """The other end of a connection to a peer; or why there is none."""
+        """The other end of a connection to a peer, or the reason why there is none."""
         network = self._network
         for key, other in network.hosts.items():
             if key[0] == peer_id and frozenset((key, self.key)) in network.connected:
@@ -213,7 +213,7 @@ class SimulatedHost:
         return found
 
     def fail(self) -> None:
-        """The transport dies: all streams are gone, at both ends."""
+        """The transport dies: all streams end, at both ends."""
         if not self.is_ready:
             return
         self._ready.clear()
@@ -223,7 +223,7 @@ class SimulatedHost:
         self._tell(HostEventKind.P2PD_DIED, "the transport has died")
 
     def recover(self) -> None:
-        """The transport is back, with the same identity."""
+        """The transport restarts, with the same identity."""
         if not self._is_closed:
             self._network.hosts[self.key] = self
             self._ready.set()

@@ -1,4 +1,4 @@
-"""What must be true of every simulated run: the reference's bits, books that balance, bounds, and that it ends."""
+"""The conditions on every simulated run: the reference's bits, balanced books, bounds kept, and an end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOSS_TOLERANCE = 0.3  # for stateful codecs: another peer has other state
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """What one process makes of a manifest."""
+    """The result of training a manifest in one process."""
 
     digests: tuple[str, ...]
     losses: tuple[float, ...]
@@ -59,7 +59,7 @@ class References:
 
 
 def judge(swarm: SimulatedSwarm, reference: ReferenceRun, *, is_exact: bool = True) -> list[str]:
-    """What is wrong with a run that has ended, or should have."""
+    """The faults of a run that has ended, or should have."""
     found = list(swarm.faults)
     if not swarm.is_over:
         return found or ["the run has not ended"]
@@ -87,7 +87,7 @@ def judge(swarm: SimulatedSwarm, reference: ReferenceRun, *, is_exact: bool = Tr
 
 
 def excesses(swarm: SimulatedSwarm) -> list[str]:
-    """What is larger than it may ever be, in daemons that run now."""
+    """The bounds that running daemons exceed now."""
     found = []
     num_lives, num_microbatches = len(swarm.lives), swarm.manifest.batch.microbatches_per_step
     for life in swarm.lives.values():

@@ -22,18 +22,18 @@ class Process(Protocol):
     """The owner of callbacks."""
 
     is_alive: bool
-    held: deque[asyncio.Handle] | None  # while it is stopped: what waits for it
+    held: deque[asyncio.Handle] | None  # its callbacks while it is stopped
 
 
 PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
 
 class Deadlock(Exception):
-    """Nothing is ready and no timer is set: nothing can ever happen again."""
+    """No callback is ready and no timer is set: the simulation is deadlocked."""
 
 
 class _Task(asyncio.Task[Any]):
-    """A task whose place in a set does not depend on where it lies in memory."""
+    """A task whose order in a set does not depend on its address in memory."""
 
     _serial: int
 
@@ -51,7 +51,7 @@ class _Future(asyncio.Future[Any]):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """See the module."""
+    """See the module docstring."""
 
     _ready: deque[Any]  # handles; asyncio's own, as the next two
     _scheduled: list[Any]
@@ -110,7 +110,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             asyncio.events._set_running_loop(previous)
 
     def let_go(self, process: Process) -> None:
-        """What was held for a process that was stopped may run now, before anything newer of it."""
+        """Run the callbacks that were held for a stopped process, before any newer one of it."""
         held, process.held = process.held, None
         if held:
             self._ready.extendleft(reversed(held))
@@ -143,7 +143,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             handle._run()
 
     def _in_seeded_order(self) -> list[Any]:
-        """All that is ready: in turn within a process, in any order between processes."""
+        """Run all ready callbacks: in order within a process, in a random order between processes."""
         handles = list(self._ready)
         self._ready.clear()
         if len(handles) < 2:
@@ -176,10 +176,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
             heapq.heappop(scheduled)._scheduled = False
             self._timer_cancelled_count -= 1
 
-    # What asyncio's own loops need a selector for; here nothing comes from outside.
+    # Parts for which asyncio's own loops need a selector; here no event comes from outside.
 
     def _process_events(self, event_list: Any) -> None:
-        """Nothing comes from a selector."""
+        """No event comes from a selector."""
 
     def _write_to_self(self) -> None:
         """Does nothing: no other thread wakes this loop."""

@@ -31,18 +31,18 @@ from swarmtrain.simulated.network import Network
 
 T = TypeVar("T")
 
-EPOCH_S = 1_750_000_000.0  # when all simulated worlds begin
-# What a job takes on a machine of speed 1; jobs with other labels take as long as `step`.
+EPOCH_S = 1_750_000_000.0  # the start of every simulated world
+# Seconds per job on a machine of speed 1; jobs with other labels take as long as `step`.
 JOB_S = {"forward": 0.020, "backward": 0.040, "evaluate": 0.015, "message": 0.0005, "step": 0.010}
-DISK_S = 0.002  # blocking work, usually with the disk
+DISK_S = 0.002  # duration of blocking work, usually disk access
 
 
 class Killed(BaseException):
-    """Unwinds the stack of a process that was killed in the middle of a callback: nothing of it counts."""
+    """Unwinds the stack of a process that was killed in the middle of a callback."""
 
 
 class SimulatedMachine:
-    """See the module. A `Machine` for the process that lives on it now."""
+    """See the module docstring. A `Machine` for the process that runs on it now."""
 
     def __init__(
         self,
@@ -56,16 +56,16 @@ class SimulatedMachine:
         self.name, self.network, self._seed = name, network, seed
         self.disk = Disk(state_dir)
         self.syncs_left: int | None = None  # this many syncs succeed, then the power fails during a write
-        self.luck: random.Random | None = None  # whether some of what was not synced survives that
+        self.luck: random.Random | None = None  # draws which unsynced changes survive that; None: none do
         self.address = f"/ip4/10.{number // 65536 % 256}.{number // 256 % 256}.{number % 256}/tcp/4001"
         self.by_address = by_address
         by_address[self.address] = self
         self.speed = 1.0
         self.clock_offset_s = 0.0  # of the wall clock
-        self.is_off = False  # no power: it does not even refuse
+        self.is_off = False  # no power: connections are not even refused
         self.is_disk_full = False
         self.disk_s = DISK_S
-        self.hangs = False  # the device does not finish what it has begun
+        self.hangs = False  # the device does not finish its job
         self.num_processes = 0
         self.process: SimulatedProcess | None = None
 
@@ -75,10 +75,10 @@ class SimulatedMachine:
         return self.network.loop
 
     def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> SimulatedProcess:
-        """A new life of a daemon: `main` is called in it."""
+        """Start a process of the daemon, which runs `main`."""
         if self.process is not None:
             assert not self.process.is_running, f"{self.name} is still running"
-            self.process.kill()  # whatever its main has left running
+            self.process.kill()  # ends everything that its main has left running
         self.is_off = False
         self.disk.settle()
         self.num_processes += 1
@@ -90,13 +90,13 @@ class SimulatedMachine:
         self.clock_offset_s += seconds
 
     def release_device(self) -> None:
-        """The device goes on."""
+        """The device works again."""
         self.hangs = False
         if self.process is not None:
             for engine in self.process.engines:
                 engine.go_on()
 
-    # What the daemon sees: `Machine`.
+    # For the daemon: `Machine`.
 
     async def start_host(self, options: HostOptions) -> NetworkHost:
         """See `Machine`."""
@@ -121,7 +121,7 @@ class SimulatedMachine:
 
 @dataclass(frozen=True)
 class _Closed:
-    """A door through which nothing goes."""
+    """A server that accepts no connections."""
 
     address: str = "127.0.0.1:1"
 
@@ -130,7 +130,7 @@ class _Closed:
 
 
 class SimulatedProcess:
-    """One life of a daemon; also its `World`."""
+    """One process of a daemon; also its `World`."""
 
     def __init__(self, machine: SimulatedMachine, seed: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.machine = machine
@@ -140,12 +140,12 @@ class SimulatedProcess:
         self.host: SimulatedHost | None = None
         self.engines: list[_Engine] = []
         self.commands: Mapping[str, Command] = {}
-        self.at_death: list[Callable[[], None]] = []  # what the operating system does when a process is gone
+        self.at_death: list[Callable[[], None]] = []  # the operating system's work at the end of a process
         self.graveyard: list[object] = []  # kept, so that no `finally` of a killed process is run by the collector
         self.context = contextvars.Context()
         self.context.run(self._enter)
         self.main: asyncio.Task[None] = self.spawn(main(), machine.name)
-        self.main.add_done_callback(lambda _: self.kill())  # when `main` has ended, so has everything else of it
+        self.main.add_done_callback(lambda _: self.kill())  # the end of `main` ends the process
 
     def _enter(self) -> None:
         PROCESS.set(self)
@@ -153,17 +153,17 @@ class SimulatedProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """By SIGSTOP."""
+        """Whether it is suspended by SIGSTOP."""
         return self.held is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has come to its end by itself."""
+        """Whether it has ended by itself."""
         return self.main.done()
 
     @property
     def is_running(self) -> bool:
-        """Whether it was neither killed nor has ended."""
+        """Whether it has neither been killed nor ended."""
         return self.is_alive and not self.main.done()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -175,12 +175,12 @@ class SimulatedProcess:
         return task
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """Have `callback` run in this process."""
+        """Schedule `callback` in this process."""
         if self.is_alive:
             self.machine.loop.call_soon(callback, context=self.context)
 
     def ask(self, command: str, **arguments: Any) -> None:
-        """Ask the daemon as its owner does: pause, resume, drain, cut."""
+        """Send an owner's request to the daemon: pause, resume, drain, cut."""
         if command in self.commands:
             handler = self.commands[command]
 
@@ -190,7 +190,7 @@ class SimulatedProcess:
             self.spawn(work(), f"owner asks {command}")
 
     def answer(self, command: str) -> Any:
-        """What the daemon answers its owner, if that takes no time."""
+        """The daemon's answer to its owner, if it needs no time."""
         with self.machine.loop.entered():
             try:
                 self.context.run(next, self.commands[command]({}).__await__())
@@ -221,7 +221,7 @@ class SimulatedProcess:
         for callback in self.at_death:
             callback()
 
-    # What the daemon sees: `World`.
+    # For the daemon: `World`.
 
     def monotonic(self) -> float:
         """See `World`."""
@@ -232,7 +232,7 @@ class SimulatedProcess:
         return EPOCH_S + self.machine.loop.time() + self.machine.clock_offset_s
 
     def processor(self) -> float:
-        """See `World`: nothing costs anything here."""
+        """See `World`: no work costs processor time here."""
         return 0.0
 
     def random(self) -> random.Random:
@@ -244,7 +244,7 @@ class SimulatedProcess:
         return self._rng.randbytes(num_bytes)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """See `World`. What was begun is done, whether or not it is still waited for."""
+        """See `World`. Work that has begun is done, whether or not a caller still waits for it."""
         loop = self.machine.loop
         done: asyncio.Future[T] = loop.create_future()
 
@@ -285,7 +285,9 @@ class SimulatedProcess:
         if machine.syncs_left == 0:
             machine.syncs_left = None
             self.kill(power_loss=True)
-            machine.loop.call_soon(machine.disk.settle, context=machine.network.context)  # when this has unwound
+            machine.loop.call_soon(
+                machine.disk.settle, context=machine.network.context
+            )  # after this callback has unwound
             raise Killed
         if machine.syncs_left is not None:
             machine.syncs_left -= 1
@@ -300,7 +302,7 @@ class SimulatedProcess:
 
 
 class _Engine:
-    """Runs each job at once when its virtual time is over."""
+    """Runs each job when its virtual time is over."""
 
     def __init__(self, process: SimulatedProcess, take: Callable[[], world.Job | None], rng: random.Random) -> None:
         self._process, self._take, self._rng = process, take, rng
@@ -322,7 +324,7 @@ class _Engine:
             await self._stopped
 
     def go_on(self) -> None:
-        """The device hung, and does not any more."""
+        """The device no longer hangs."""
         if self._hangs:
             self._hangs = False
             self._process.call_soon(self._finish)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from swarmtrain.simulated.host import SimulatedHost
     from swarmtrain.simulated.loop import VirtualLoop
 
-HIGH_WATER_BYTES = 256 << 10  # undelivered: the writer is told to pause
+HIGH_WATER_BYTES = 256 << 10  # undelivered bytes above which the writer is told to pause
 LOW_WATER_BYTES = 64 << 10
-SEGMENT_BYTES = 1400  # what arrives at once is at most this, or
-SEGMENT_S = 0.25  # so much of a line's time: on a slow one, large writes trickle in
-KILLED_S = 0.05  # after its parent's death p2pd is gone so soon
+SEGMENT_BYTES = 1400  # at most this much arrives at once, or
+SEGMENT_S = 0.25  # this much of a line's time: on a slow line, large writes arrive in pieces
+KILLED_S = 0.05  # p2pd ends this long after its parent's death
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Line:
     jitter_s: float = 0.001
     bytes_per_s: float = 12.5e6
     is_blocked: bool = False
-    free_at: float = 0.0  # when what was sent last has left
+    free_at: float = 0.0  # when the last bytes have left
 
 
 class Network:
@@ -45,18 +45,20 @@ class Network:
     def __init__(self, loop: VirtualLoop, seed: str, trace: Callable[[str], None]) -> None:
         self.loop, self._trace = loop, trace
         self.rng = random.Random(seed)
-        # Who is on the network now, by peer id and machine: copies of one directory have one identity.
+        # The hosts on the network now, by peer id and machine: copies of one directory share an identity.
         self.hosts: dict[tuple[str, str], SimulatedHost] = {}
         self.lines: dict[tuple[str, str], Line] = {}  # by names of machines
         self.default = Line()
         self.pipes: list[Pipe] = []
         self.streams: list[tuple[SimulatedStream, SimulatedStream]] = []
-        self.connected: dict[frozenset[tuple[str, str]], None] = {}  # pairs that can open streams without an address
+        self.connected: dict[
+            frozenset[tuple[str, str]], None
+        ] = {}  # pairs with a connection: they can open streams without an address
         self.num_bytes = 0
-        self.context = contextvars.Context()  # of what happens on the wire: in no process
+        self.context = contextvars.Context()  # for callbacks of the wire, which belong to no process
 
     def line(self, source: str, target: str) -> Line:
-        """From one machine to another."""
+        """The line from one machine to another."""
         found = self.lines.get((source, target))
         if found is None:
             default = self.default
@@ -64,17 +66,17 @@ class Network:
         return found
 
     def arrival(self, source: str, target: str, num_bytes: int) -> float:
-        """When bytes that are sent now arrive, if the line lets them pass."""
+        """The arrival time of bytes that are sent now, if the line is not blocked."""
         line, now = self.line(source, target), self.loop.time()
         line.free_at = max(now, line.free_at) + num_bytes / line.bytes_per_s
         return line.free_at + line.delay_s + line.jitter_s * self.rng.random()
 
     def is_blocked(self, source: str, target: str) -> bool:
-        """Whether nothing passes now."""
+        """Whether the line is blocked now."""
         return self.line(source, target).is_blocked
 
     def block(self, source: str, target: str, blocked: bool = True) -> None:
-        """Let nothing pass in one direction; what waits goes on when it is undone."""
+        """Block or unblock one direction; bytes that wait continue when it is unblocked."""
         self.line(source, target).is_blocked = blocked
         if not blocked:
             for pipe in self.pipes:
@@ -97,12 +99,12 @@ class Network:
         return left, right
 
     def ended(self, end: SimulatedStream) -> None:
-        """Forget what both ends have closed."""
+        """Forget streams that both ends have closed."""
         self.streams = [pair for pair in self.streams if not (pair[0].is_ended and pair[1].is_ended)]
         self.pipes = [pipe for pipe in self.pipes if not (pipe.end.is_ended and pipe.end.other.is_ended)]
 
     def cut(self, machine: str, other: str | None = None) -> int:
-        """Break all streams of a machine (to another one), at any byte; how many there were."""
+        """Break all streams of a machine (or those to another one), at any byte; returns their number."""
         count = 0
         for pair in list(self.streams):
             names = [end.host.machine.name for end in pair]
@@ -114,14 +116,14 @@ class Network:
         return count
 
     def flip(self, machine: str) -> bool:
-        """Damage one bit of what a machine has under way; whether it had anything."""
+        """Flip one bit of a machine's data in flight; returns whether there was any."""
         busy = [pipe for pipe in self.pipes if machine in (pipe.source, pipe.target) and pipe.num_waiting]
         if busy:
             self.rng.choice(busy).flip(self.rng)
         return bool(busy)
 
     def detach(self, host: SimulatedHost, *, silently: bool) -> None:
-        """A process is gone with its streams. `silently`: the others are not told, as when a machine loses power."""
+        """A process ends with its streams. `silently`: the other ends are not told, as after a loss of power."""
         self.leave(host)
         for pair in list(self.streams):
             for end in pair:
@@ -155,7 +157,7 @@ class Pipe:
         self._timer: asyncio.TimerHandle | None = None
         self._last_at = 0.0
         self._is_finished = False
-        self.is_void = False  # nothing arrives any more, and neither end is told
+        self.is_void = False  # nothing more arrives, and neither end is told
         self.num_bytes = 0
 
     @property
@@ -169,7 +171,7 @@ class Pipe:
         return self.end.other.host.machine.name
 
     def send(self, data: bytes) -> None:
-        """On its way."""
+        """Send bytes."""
         if self._is_finished or self.is_void:
             return
         most = max(SEGMENT_BYTES, int(SEGMENT_S * self._network.line(self.source, self.target).bytes_per_s))
@@ -182,7 +184,7 @@ class Pipe:
         self._set_timer()
 
     def finish(self, delay_s: float = 0.0) -> None:
-        """After what is on its way, the end."""
+        """End the stream after the bytes in flight."""
         if not self._is_finished and not self.is_void:
             self._is_finished = True
             at = self._network.arrival(self.source, self.target, 0) + delay_s
@@ -191,7 +193,7 @@ class Pipe:
             self._set_timer()
 
     def truncate(self, rng: random.Random) -> None:
-        """Some of what is on its way does not arrive: a break may come at any byte."""
+        """Lose some of the bytes in flight: a stream may break at any byte."""
         if self._is_finished or not self._items:
             return
         keep = rng.randrange(len(self._items) + 1)
@@ -207,11 +209,11 @@ class Pipe:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces on their way."""
+        """Pieces in flight."""
         return sum(1 for _, data in self._items if data)
 
     def flip(self, rng: random.Random) -> None:
-        """Damage one bit on its way."""
+        """Flip one bit in flight."""
         index = rng.choice([number for number, (_, data) in enumerate(self._items) if data])
         at, data = self._items[index]
         damaged = bytearray(data or b"")
@@ -219,7 +221,7 @@ class Pipe:
         self._items[index] = (at, bytes(damaged))
 
     def poke(self) -> None:
-        """Something may arrive now that could not before."""
+        """Deliver pieces that could not arrive before."""
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -241,7 +243,7 @@ class Pipe:
         self._set_timer()
 
     def consumed(self, num_bytes: int) -> None:
-        """The receiver has taken so much: the writer may go on."""
+        """The receiver has read bytes: the writer may continue."""
         self.num_bytes -= num_bytes
         self.end.drained()
 
@@ -306,14 +308,14 @@ class SimulatedStream:
         self._end_soon()
 
     def arrived(self, data: bytes | None) -> None:
-        """Bytes came, or the end."""
+        """Bytes or the end arrive."""
         if self.is_ended:
             return
         self._inbox.append(data)
         self._deliver_soon()
 
     def drained(self) -> None:
-        """What this end wrote was taken by the other one."""
+        """The other end has read bytes of this end."""
         if self._is_writer_paused and self.outgoing.num_bytes < LOW_WATER_BYTES:
             self._is_writer_paused = False
             self.host.process.call_soon(self._resume)

@@ -9,7 +9,7 @@ from typing import Any
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset
 
-# A model whose step takes milliseconds of real time: what a schedule costs is the daemons' own work.
+# A model whose step takes milliseconds of real time: a schedule costs mainly the daemons' own work.
 TINY = (
     "model.vocab_size=256",
     "model.hidden_size=16",
@@ -24,7 +24,7 @@ TINY = (
     "schedule.warmup_steps=2",
 )
 
-# Codecs without memory: a swarm that uses them ends in the reference's bits. (forward, backward, boundary kind)
+# Stateless codecs: a swarm that uses them ends in the reference's bits. (forward, backward, boundary kind)
 FORGETFUL = (
     ("fp32", "fp32", "subspace"),
     ("fp32", "fp32", "subspace"),
@@ -46,13 +46,13 @@ REMEMBERING = (
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong: `delay_s` after the run has come to `step`, to `target`, undone after `length_s`."""
+    """One fault: it strikes `target` `delay_s` after the run has reached `step`, and is undone after `length_s`."""
 
     kind: str
     step: int
     delay_s: float
     target: str = ""  # the name of a machine
-    other: str = ""  # of another one
+    other: str = ""  # the name of another machine
     length_s: float = 0.0
     amount: float = 0.0
     point: str = ""
@@ -83,7 +83,7 @@ class Schedule:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def manifest(self) -> Manifest:
-        """What is trained."""
+        """The manifest that is trained."""
         return preset("nano", [*TINY, *self.overrides])
 
 
@@ -156,7 +156,7 @@ def draw(seed: int, *, standard: bool = False) -> Schedule:
     overrides += ["model.tie_embeddings=true"] if tied else []
     may_track = kind == "subspace" and reduce == "none" and not remembers
     overrides += ["boundary.track_every=2"] if may_track and rng.random() < 0.2 else []
-    # Drawn apart, so that the same seed still means the same faults.
+    # Drawn separately, so that a seed still means the same faults.
     is_muon = not standard and random.Random(f"optimizer:{seed}").random() < 0.3
     overrides += ["optimizer.kind=muon", "optimizer.learning_rate=0.02"] if is_muon else []
     num_faults = 10 if standard else rng.choice((0, 1, 2, 3, 5, 8, 10, 12))
@@ -189,7 +189,7 @@ def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int
         changes |= {"target": target if is_peer else "coordinator", "nth": rng.randint(1, 4)}
         changes["point"] = rng.choice(PEER_POINTS if is_peer else COORDINATOR_POINTS)
         changes["action"] = rng.choice(("kill", "kill", "stop", "cut", "cut") if is_peer else ("kill", "kill", "cut"))
-    elif kind == "corrupt":  # found out by a digest; what only a majority of replicas could find out is not promised
+    elif kind == "corrupt":  # must be visible in a digest: a case that needs a majority of replicas is not promised
         changes |= {"point": "state-chunk", "nth": rng.randint(1, 3), "action": "corrupt"}
     elif kind == "join":
         changes |= {"target": f"stage{rng.randrange(num_stages)}", "length_s": 0.0}
@@ -207,7 +207,10 @@ def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int
     elif kind == "clock":
         changes |= {"target": rng.choice(daemons), "amount": rng.choice((-3600.0, -30.0, -2.0, 2.0, 30.0, 3600.0))}
     elif kind == "coordinator-power-loss":
-        changes |= {"target": "coordinator", "amount": float(rng.random() < 0.5)}  # some of what was not synced is left
+        changes |= {
+            "target": "coordinator",
+            "amount": float(rng.random() < 0.5),
+        }  # do unsynced changes survive in part
         changes |= {"point": "sync", "nth": rng.randint(0, 9), "action": "power-loss"} if rng.random() < 0.6 else {}
     elif kind.startswith("coordinator") or kind.startswith("disk"):
         changes["target"] = "coordinator"

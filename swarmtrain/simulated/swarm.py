@@ -1,4 +1,4 @@
-"""A swarm of real daemons in a simulated world: start it, watch it, hurt it, let virtual time pass.
+"""A swarm of real daemons in a simulated world: start it, watch it, inject faults, let virtual time pass.
 
     with SimulatedSwarm(manifest, seed="7", root=directory) as swarm:
         swarm.start(num_peers=8)
@@ -46,7 +46,7 @@ from swarmtrain.simulated.loop import VirtualLoop
 from swarmtrain.simulated.machine import Killed, SimulatedMachine, SimulatedProcess
 from swarmtrain.simulated.network import Network
 
-MEMORY_BYTES = 8 << 30  # what a peer may use, as it is told
+MEMORY_BYTES = 8 << 30  # the memory limit of each peer
 WAIT_S = 600.0
 
 
@@ -59,20 +59,20 @@ class Life:
     state_dir: Path
     stage: int  # -1: the coordinator
     events: list[tuple[float, Event]] = field(default_factory=list)
-    errors: list[BaseException] = field(default_factory=list)  # with which its processes ended
+    errors: list[BaseException] = field(default_factory=list)  # that ended its processes
     daemon: Any = None  # of its last process
-    faults: Faults = field(default_factory=Faults)  # that its last process has before it
+    faults: Faults = field(default_factory=Faults)  # that its last process will meet
     struck: list[str] = field(default_factory=list)  # faults at points that have happened: "kill at before-forward"
-    stop_s: float = 8.0  # how long a fault that stops it at a point lasts
+    stop_s: float = 8.0  # duration of a stop at a point
 
     @property
     def name(self) -> str:
-        """Its machine's."""
+        """Its machine's name."""
         return self.machine.name
 
     @property
     def process(self) -> SimulatedProcess:
-        """The last one."""
+        """Its last process."""
         assert self.machine.process is not None
         return self.machine.process
 
@@ -98,12 +98,12 @@ class Life:
                 yield event
 
     def kill(self, *, power_loss: bool = False) -> None:
-        """SIGKILL, or the machine loses its power, and what was not synced."""
+        """SIGKILL; or the machine loses power, and with it unsynced changes."""
         self.process.kill(power_loss=power_loss)
         self.machine.disk.settle()
 
     def arm(self, point: str, nth: int, action: str) -> None:
-        """Have a fault happen the n-th time from now that this daemon reaches a point (observe/faults.py)."""
+        """Inject a fault when this daemon reaches a point for the n-th time from now (observe/faults.py)."""
         self.faults.arm(point, nth, action)
 
     def status(self) -> dict[str, Any]:
@@ -139,9 +139,9 @@ class SimulatedSwarm:
         logging.getLogger("swarmtrain").addHandler(self._handler)
         asyncio.set_event_loop(self.loop)
         self._collects = gc.isenabled()
-        gc.disable()  # when objects are freed must not depend on what ran before
+        gc.disable()  # the time at which objects are freed must not depend on earlier runs
         _forget_imports()
-        gc.collect()  # the swarm before this one
+        gc.collect()  # frees the previous swarm
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -225,7 +225,7 @@ class SimulatedSwarm:
 
     @property
     def trace_hash(self) -> str:
-        """Over everything that happened."""
+        """The hash over all events and deliveries."""
         return self._hash.hexdigest()
 
     # ---- daemons -----------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class SimulatedSwarm:
         return life
 
     def invite(self) -> Invite:
-        """What the coordinator hands out; volunteers keep it."""
+        """The run's invite."""
         path = self.coordinator.state_dir / "invite"
         if path.exists():
             self._invite = path.read_text().strip()
@@ -273,7 +273,7 @@ class SimulatedSwarm:
     def start_peer(self, name: str, stage: int, *, speed: float | None = None, **options: Any) -> Life:
         """Start a peer, or start it again on its state directory."""
         life = self._life(name, 0)
-        life.stage = max(0, stage)  # with AUTO it says itself which
+        life.stage = max(0, stage)  # with AUTO its events name the stage
         if speed is not None:
             life.machine.speed = speed
         choice = PeerOptions(
@@ -366,7 +366,7 @@ class SimulatedSwarm:
         self.loop.run_until(lambda: self.now >= ends_at, limit_s=seconds + 1.0)
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Do something at a time, in no process."""
+        """Schedule an action, outside all processes."""
         self.loop.call_at(when, action, context=self.network.context)
 
     def run_to_end(self, *, limit_s: float = WAIT_S) -> None:
@@ -392,7 +392,7 @@ class SimulatedSwarm:
         self.failed(f"{context.get('message')}: {told(error)}")
 
     def note(self, line: str) -> None:
-        """One more line of the trace."""
+        """Add a line to the trace."""
         if self._is_closed:
             return
         line = line.replace(self._root_text, "ROOT")
@@ -408,13 +408,13 @@ class SimulatedSwarm:
 
 @functools.cache
 def _forget_imports() -> None:
-    """What was loaded with the modules is never looked at again when a swarm is freed: that takes longer than a run."""
+    """Exclude the modules' objects from garbage collection, which would otherwise take longer than a run."""
     gc.collect()
     gc.freeze()
 
 
 def _release(daemon: Any) -> None:
-    """What the operating system does for a dead process: its files are closed, its locks are gone."""
+    """Close the files of a dead process and release its locks, as the operating system does."""
     journal = getattr(daemon, "journal", None)
     if journal is not None:
         journal.close(is_lost=True)
@@ -429,7 +429,7 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 
 
 def told(error: BaseException | None) -> str:
-    """An error with its place."""
+    """An error with its location."""
     if error is None:
         return ""
     frames = traceback.extract_tb(error.__traceback__)
@@ -437,7 +437,7 @@ def told(error: BaseException | None) -> str:
 
 
 class _ErrorLog(logging.Handler):
-    """What daemons log as an error is a fault."""
+    """Records everything that daemons log as an error as a violation."""
 
     def __init__(self, swarm: SimulatedSwarm) -> None:
         super().__init__(logging.ERROR)

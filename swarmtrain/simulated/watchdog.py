@@ -1,4 +1,4 @@
-"""Ends a schedule that computes without end: a daemon that never gives up the loop would stop virtual time for good."""
+"""Ends a schedule that never ends: a daemon that does not yield to the loop would stop virtual time for ever."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-LOOK_S = 20.0  # of processor time between two looks
-MAX_S = 240.0  # for one schedule; a usual one takes two
+LOOK_S = 20.0  # processor time between two checks
+MAX_S = 240.0  # for one schedule; a typical one takes two
 
 
 class Endless(KeyboardInterrupt):
-    """Virtual time does not pass any more. (Of a kind that no task keeps to itself.)"""
+    """Virtual time no longer advances. (A BaseException, so that no task swallows it.)"""
 
 
 @contextlib.contextmanager
 def watched(now: Callable[[], float]) -> Iterator[None]:
-    """Endless is raised inside if the clock `now` stands still for a while, or everything takes far too long."""
-    if threading.current_thread() is not threading.main_thread():  # signals are for that one
+    """Raise Endless inside if the clock `now` stands still for a while, or if the schedule takes far too long."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield
         return
     seen, num_looks = now(), 0

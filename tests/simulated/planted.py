@@ -38,7 +38,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Defect:
-    """What somebody might get wrong."""
+    """A mistake that a developer might make."""
 
     name: str
     what: str
@@ -108,7 +108,7 @@ DEFECTS = (
     ),
     Defect(
         "unbalanced-books",
-        "a stage is prepared although nobody has some of the microbatches there",
+        "a stage is prepared although no peer has some of the microbatches there",
         (
             Change(
                 "coordinator/books.py",
@@ -291,7 +291,7 @@ DEFECTS = (
     ),
     Defect(
         "lost-wake-up",
-        "a lease that ends wakes nobody who waits for its place",
+        "a lease that ends does not wake a caller that waits for its place",
         (
             Change(
                 "coordinator/lease.py",

@@ -1,7 +1,7 @@
 """Every way to send less, in swarms that lose a peer: against the reference, bit for bit where that is promised.
 
 A middle peer receives and sends in both directions: masks, residuals and partners of both sides die with it. It dies
-with a microbatch in its sum whose answer nobody has, so another peer encodes that one with what it remembers itself,
+with a microbatch in its sum whose answer no other peer has, so another peer encodes that one with its own state,
 and the last stage has finished it for the one that died.
 """
 

@@ -28,15 +28,15 @@ def steps_in_journal(life: Life) -> int:
 
 
 def lose_power(life: Life) -> None:
-    """Now; something that nobody synced is lost with it, which shows that the disk does lose things."""
-    (life.state_dir / "unsynced").write_text("nobody relies on this")
+    """Lose power now. An unsynced file is lost too, which shows that the disk does lose files."""
+    (life.state_dir / "unsynced").write_text("no daemon relies on this")
     life.kill(power_loss=True)
     assert "unsynced" in life.machine.disk.lost
     assert not (life.state_dir / "unsynced").exists()
 
 
 def decided_and_lost(swarm: SimulatedSwarm) -> tuple[Life, int]:
-    """A coordinator whose power fails when the third decision is in the journal and nobody was told; steps decided."""
+    """The power fails when the third decision is in the journal and no peer was told. Returns the steps too."""
     swarm.start(num_peers=3)
     coordinator = swarm.coordinator
     wait_step(swarm, 2)

@@ -26,7 +26,7 @@ DURING_WORK = ("before-forward", "after-forward", "before-backward", "before-ans
 # Where a victim of the first, middle and last stage dies. In the last stage forward and backward are one job.
 KILLS = [(point, stage) for point in (*POINTS, "after-apply") for stage in range(3) if (point, stage) != (POINTS[2], 2)]
 STOPS = ("after-forward", "before-answer", "in-prepare")
-SLOW = 0.1  # of machines: a step takes so long that somebody can miss some and come back
+SLOW = 0.1  # of machines: steps are so long that a peer can miss some and return
 
 
 @pytest.mark.parametrize(("point", "stage"), every_other(KILLS))
@@ -44,7 +44,7 @@ def test_a_peer_killed_at_any_point_of_a_step_leaves_no_trace(
     if point in DURING_WORK:
         wait_said(swarm, swarm.coordinator if stage == 0 else swarm.lives[f"peer{stage - 1}"], "calls_rerouted")
     assert_reference(swarm, references)
-    assert not said(swarm, "run_rolled_back"), "every stage has had somebody with its state"
+    assert not said(swarm, "run_rolled_back"), "every stage has had a peer with its state"
 
 
 def test_one_peer_of_every_stage_dies_in_the_same_step(simulated: Make, references: References) -> None:
@@ -60,7 +60,7 @@ def test_one_peer_of_every_stage_dies_in_the_same_step(simulated: Make, referenc
 
 
 def test_a_peer_that_loses_its_power_is_missed_without_a_word(simulated: Make, references: References) -> None:
-    """Nobody is told, as with a SIGKILL: no stream ends, no address refuses."""
+    """No peer is told, unlike with a SIGKILL: no stream ends, no address refuses."""
     swarm = simulated(tiny())
     swarm.start(num_peers=2 * NUM_STAGES)
     wait_step(swarm, 2)
@@ -103,7 +103,7 @@ def test_a_stopped_peer_is_left_behind_and_catches_up(
         swarm.start_peer(f"peer{index}", index, speed=SLOW)
     wait_struck(swarm, sleeper, point, "stop")
     wait_said(swarm, swarm.coordinator, "peer_lost", peer=sleeper.peer_id, stage=stage)
-    wait_step(swarm, swarm.step + 2)  # nobody waits for it
+    wait_step(swarm, swarm.step + 2)  # no step waits for it
     before = len(phases(sleeper))
     sleeper.process.resume()
     wait_phase(swarm, sleeper, "syncing", after=before)

@@ -104,7 +104,7 @@ def test_a_peer_that_answers_is_not_lost_for_want_of_a_sign_of_life(simulated: M
 def test_a_peer_that_was_lost_a_moment_ago_hears_that_the_run_is_complete(
     simulated: Make, references: References
 ) -> None:
-    """Seeds 11 and 65. When everybody else has gone, nobody could tell it any more: it would wait for ever."""
+    """Seeds 11 and 65. Once all others had left, no peer could tell it any more, and it waited for ever."""
     swarm = simulated(tiny())
     swarm.start(num_peers=15)
     wait_step(swarm, 4)
@@ -123,7 +123,7 @@ def test_a_peer_that_was_lost_a_moment_ago_hears_that_the_run_is_complete(
 
 def test_a_peer_between_two_stages_hears_that_the_run_is_complete(simulated: Make, references: References) -> None:
     """Seed 100861. Its permission to move came with the last step: it had left one stage, and was no member yet of the
-    other one when everybody was told."""
+    other one when the peers were told."""
     swarm = simulated(tiny("checkpoint.every=5"))
     swarm.start(num_peers=15)
     coordinator, peer = swarm.coordinator, swarm.peers[LATE]

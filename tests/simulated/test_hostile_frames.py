@@ -93,7 +93,7 @@ def go_on(swarm: SimulatedSwarm, references: References, held: Life) -> None:
 
 
 def a_work(swarm: SimulatedSwarm, stage: int, boundary: torch.Tensor) -> Work:
-    """Of the step under way, for a microbatch that nobody has."""
+    """Of the current step, for a microbatch that no peer has."""
     status, manifest = swarm.coordinator.status(), swarm.manifest
     encoder = make_encoder(parse_spec("fp32"), boundary=0, direction=Direction.FORWARD)
     payload = encoder.encode(boundary, MessageContext(0, Direction.FORWARD)).payload
@@ -142,7 +142,7 @@ def test_questions_that_a_peer_cannot_answer_are_refused(simulated: Make, refere
 
 
 def test_orders_that_do_not_fit_are_refused_even_from_the_coordinator(simulated: Make, references: References) -> None:
-    """Nobody else may give them: then they are refused before they are read."""
+    """Only the coordinator may send them: from other peers they are refused before they are read."""
     swarm, peers = standing(simulated, "model.tie_embeddings=true")
     first, middle = peers[:2]
     status = swarm.coordinator.status()

@@ -141,7 +141,7 @@ def test_a_transfer_of_states_is_disturbed_at_each_end(simulated: Make, referenc
     wait_struck(swarm, keeper, "state-chunk")
     wait_said(swarm, swarm.coordinator, "checkpoint_written", step=3)
     donor = swarm.lives["peer1"]
-    hold(donor)  # the run stands still, and this is the only one who has the state
+    hold(donor)  # the run stands still, and only this peer has the state
     victim = swarm.start_peer("victim", 1, max_down_bytes_per_s=1e6)  # a second for a chunk
     wait_said(swarm, victim, "sync_progress")
     victim.kill()
@@ -192,7 +192,7 @@ def test_a_newcomer_arrives_while_the_coordinator_is_away(simulated: Make, refer
 def test_a_peer_killed_and_started_again_is_the_same_peer_with_an_empty_ledger(
     simulated: Make, references: References
 ) -> None:
-    """At once, before anybody has missed it: another incarnation, whose lost work is done again."""
+    """At once, before any peer has missed it: another incarnation, whose lost work is done again."""
     swarm = simulated(tiny("schedule.steps=10"))
     start(swarm, 0, 1, 1, 2)
     wait_step(swarm, 2)
@@ -212,7 +212,7 @@ def test_a_peer_killed_and_started_again_is_the_same_peer_with_an_empty_ledger(
 def test_the_only_peer_of_a_stage_restarts_in_the_middle_of_a_step(
     simulated: Make, references: References, stage: int
 ) -> None:
-    """Before anybody has missed it. Nobody else has its state: the run goes back to the seed's."""
+    """Before any peer has missed it. No other peer has its state: the run returns to the seed's."""
     swarm = simulated(tiny("schedule.steps=6"))
     start(swarm, 0, 1, 2, speed=1.0)
     wait_step(swarm, 3)

@@ -81,7 +81,7 @@ def test_peers_of_every_stage_leave_at_once(simulated: Make, references: Referen
 
 
 def test_a_drained_peer_whose_coordinator_is_gone_goes_when_its_time_is_over(simulated: Make) -> None:
-    """Nobody is left who would apply the work that it holds."""
+    """No peer is left that would apply the work that it holds."""
     swarm = simulated(open_ended())
     start(swarm, 0, 1, 2)
     wait_step(swarm, 2)

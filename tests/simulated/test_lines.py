@@ -30,7 +30,7 @@ CUTS = {  # what is lost: from, to
 }
 
 
-SLOW = 0.1  # of machines: everybody hears of the end, also who had been cut off until shortly before
+SLOW = 0.1  # of machines: all daemons learn of the end, also those that were cut off until shortly before
 
 
 def start(swarm: SimulatedSwarm, speed: float = 1.0) -> None:
@@ -43,13 +43,13 @@ def start(swarm: SimulatedSwarm, speed: float = 1.0) -> None:
 def test_a_line_that_carries_one_direction_only_leaves_no_trace(
     simulated: Make, references: References, cut: str
 ) -> None:
-    """A reaches B, but nothing of B reaches A, for the rest of the run. Both still reach everybody else."""
+    """A reaches B, but nothing of B reaches A, for the rest of the run. Both still reach all other peers."""
     swarm = simulated(tiny("schedule.steps=9"))
     start(swarm, SLOW)
     wait_step(swarm, 2)
     swarm.network.block(*CUTS[cut])
     wait_step(swarm, 6)
-    swarm.network.block(*CUTS[cut], False)  # so that everybody hears of the end
+    swarm.network.block(*CUTS[cut], False)  # so that all daemons learn of the end
     assert_reference(swarm, references)
 
 
@@ -72,7 +72,7 @@ def test_a_partition_that_heals(simulated: Make, references: References, left: l
     right = [name for name in swarm.lives if name not in left]
     both_ways(swarm, left, right, True)
     heals_at = swarm.now + length_s
-    swarm.until(lambda: swarm.now >= heals_at or swarm.step >= 6, "it has lasted")  # everybody must hear of the end
+    swarm.until(lambda: swarm.now >= heals_at or swarm.step >= 6, "it has lasted")  # all must learn of the end
     both_ways(swarm, left, right, False)
     assert_reference(swarm, references)
 
@@ -105,7 +105,7 @@ def test_a_slow_line_is_no_failure(simulated: Make, references: References) -> N
 
 
 def test_a_peer_behind_a_slow_line_alone_on_its_stage(simulated: Make, references: References) -> None:
-    """Nobody else could take its work: the run waits for it, and gets its answers."""
+    """No other peer could take its work: the run waits for the peer and gets its answers."""
     swarm = simulated(tiny("schedule.steps=4"))
     for name in ("peer0", "peer2", "coordinator"):
         swarm.network.line("peer1", name).bytes_per_s = 5e3
@@ -113,7 +113,7 @@ def test_a_peer_behind_a_slow_line_alone_on_its_stage(simulated: Make, reference
     assert_reference(swarm, references)
 
 
-# ---- compressed where somebody would wait ----------------------------------------------------------------------------
+# ---- compressed where a receiver would wait --------------------------------------------------------------------------
 
 TWO_STAGES = ("stages.count=2", "model.num_layers=2")
 

@@ -112,13 +112,13 @@ def test_newcomers_go_where_they_are_needed(simulated: Make, references: Referen
     for index in range(1, 4):
         swarm.start_peer(f"peer{index}", AUTO)
     wait_step(swarm, 1)
-    assert set(assignment(swarm)) == set(range(NUM_STAGES)), "a stage was left to nobody"
+    assert set(assignment(swarm)) == set(range(NUM_STAGES)), "a stage has no peer"
     assert_reference(swarm, references)
     assert not said(swarm, "move_granted")
 
 
 def test_two_newcomers_and_a_mover_at_once(simulated: Make, references: References) -> None:
-    """No stage is empty, and nobody waits."""
+    """No stage is empty, and no peer waits."""
     swarm = simulated(even_stages("schedule.steps=12", "batch.microbatches_per_step=12"))
     swarm.start_coordinator(min_peers=5, moves=RULES)
     for index, stage in enumerate((0, 0, 0, 1, 2)):

@@ -39,7 +39,7 @@ def test_a_directory_that_fails_for_a_while_stops_nothing(simulated: Make, refer
     wanted = {"lookup stage.0", "lookup stage.1", "announce stage.0"}
     swarm.until(lambda: wanted <= failed, f"{wanted} failed")
     began = swarm.step
-    swarm.run_for(4.0)  # longer than anybody goes without reading it
+    swarm.run_for(4.0)  # longer than any peer goes without reading it
     assert began < swarm.step < 12
     directory.lookup, directory.announce = usual
     assert_reference(swarm, references)
@@ -47,7 +47,7 @@ def test_a_directory_that_fails_for_a_while_stops_nothing(simulated: Make, refer
 
 
 def test_a_basis_that_its_donor_does_not_give_is_asked_for_again(simulated: Make, references: References) -> None:
-    """The step waits: it cannot be applied without it, and nobody may move elsewhere."""
+    """The step waits: it cannot be applied without this peer, and no peer may move."""
     swarm = simulated(tiny(*TWO_STAGES, "boundary.track_every=2"))
     swarm.start(num_peers=2)
     wait_step(swarm, 1)

@@ -54,7 +54,7 @@ def test_work_that_waits_goes_to_a_peer_that_has_none(simulated: Make, reference
 def test_victim_and_thief_may_die_while_work_is_stolen(
     simulated: Make, references: References, point: str, action: str, stage: int
 ) -> None:
-    """One when it has taken work out of its queue and nobody knows, the other with what was just given to it."""
+    """The victim dies when it has taken work out of its queue and no peer knows, the thief with stolen work."""
     swarm = simulated(tiny(*TWO_STAGES, "schedule.steps=14"))
     swarm.start_coordinator(min_peers=4)
     swarm.start_peer("other", 1 - stage)
