@@ -76,15 +76,6 @@ def id_type(vocab_size: int) -> str:
     return "<u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
-def activation_bytes(manifest: Manifest, plan: StagePlan) -> int:
-    """About what autograd keeps of one microbatch between forward and backward, fp32."""
-    model, batch = manifest.model, manifest.batch
-    tokens = batch.sequences_per_microbatch * model.sequence_length
-    per_layer = 12 * model.hidden_size + 4 * manifest.ffn_size
-    head = 3 * model.vocab_size + 2 * model.hidden_size if plan.is_last else 0
-    return _FP32 * tokens * (per_layer * len(plan.layers) + head)
-
-
 def stage_memory(manifest: Manifest, plan: StagePlan) -> int:
     """Bytes a stage needs beside its activations: state, exact sums, token table, a microbatch's gradient.
 

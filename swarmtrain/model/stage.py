@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from swarmtrain.model.blocks import Block, Matrix, Read, RMSNorm, rotary_table
 from swarmtrain.model.cache import StageCache
@@ -86,6 +87,7 @@ class Stage(nn.Module):
         self.register_buffer("basis", basis, persistent=False)
         self.register_buffer("table", table, persistent=False)
         self._rotary = {0: rotary_table(model, 0, torch.device("cpu"), torch.float32)}
+        self.recomputes = False  # keep layers' inputs only, and compute a layer again when its backward comes
         self.exit_state: Tensor | None = None  # h where the stream leaves S, of the last forward; for tracking
 
     def forward(self, ids: Tensor, boundary: Tensor | None, cache: StageCache | None = None) -> Tensor:
@@ -122,8 +124,14 @@ class Stage(nn.Module):
     ) -> Tensor:
         rotary = self._rotary_for(shape[1], stream, cache)
         for layer in layers:
-            memory = cache.layer(layer) if cache is not None else None
-            stream = self.layers[str(layer)](stream, read, rotary, shape[0], memory)
+            block = self.layers[str(layer)]
+            if self.recomputes and torch.is_grad_enabled():
+                assert cache is None, "decoding needs no gradients"
+                stream = checkpoint(
+                    block, stream, read, rotary, shape[0], use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                stream = block(stream, read, rotary, shape[0], cache.layer(layer) if cache is not None else None)
         return stream
 
     def _enter(self, ids: Tensor, boundary: Tensor | None) -> tuple[Tensor, Read]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from swarmtrain.model.activations import activations
 from swarmtrain.model.layout import EMBEDDING, StagePlan, boundary_width, plan_stages
 from swarmtrain.model.reduce_bytes import ReduceBytes, reduce_bytes
-from swarmtrain.model.sizes import activation_bytes, id_type, stage_memory
+from swarmtrain.model.sizes import id_type, stage_memory
 from swarmtrain.run.manifest import Manifest
 
 FP32 = 4
 BACKWARD_FACTOR = 2.0  # a backward pass multiplies twice as much as a forward pass
-KEPT_MICROBATCHES = 2  # activations of this many must fit beside the state, as in the daemon's own check
 SHARE_BYTES = 12  # per parameter, during an all-reduce: a copy of the sum and the result
 PROCESS_BYTES = 400 << 20
 
@@ -92,7 +92,8 @@ def _stage_work(manifest: Manifest, plan: StagePlan, tokens: int) -> StageWork:
     attention = len(plan.layers) * model.sequence_length * model.hidden_size  # causal: half of two n x d products
     forward = 2.0 * tokens * (multiplied + attention)
     memory = stage_memory(manifest, plan) + plan.num_parameters * SHARE_BYTES + PROCESS_BYTES
-    memory += KEPT_MICROBATCHES * activation_bytes(manifest, plan)
+    least = activations(manifest, plan, recomputes=True)
+    memory += least.kept_bytes + least.peak_bytes
     return StageWork(
         tflop=(1.0 + BACKWARD_FACTOR) * forward / 1e12,
         num_parameters=plan.num_parameters,

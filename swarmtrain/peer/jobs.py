@@ -2,7 +2,7 @@
 
 The arithmetic is `StageWorker`'s, the same as the reference trainer's; this adds the bytes on both sides (codecs.py)
 and decides whether a microbatch's autograd graph is kept until its gradient comes or the stage is computed again from
-its input.
+its input. Where the budget does not hold a whole graph, it keeps the inputs of layers, and each is computed again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from swarmtrain.chain.state_transfer import StateSource
 from swarmtrain.codec import Aux, Ticket
 from swarmtrain.codec.samples import SampleStore
 from swarmtrain.errors import DivergedError
+from swarmtrain.model.activations import activations
 from swarmtrain.model.buffers import as_bytes
-from swarmtrain.model.sizes import activation_bytes
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Gradients, Pass, StageWorker
 from swarmtrain.peer.codecs import StageCodecs
@@ -59,7 +59,10 @@ class StageJobs:
         self.manifest, self.worker = manifest, worker
         self.plan = worker.state.plan
         self.codecs = StageCodecs(manifest, worker.state, make_store)
-        self.max_graphs = max(1, graph_budget_bytes // max(1, activation_bytes(manifest, self.plan)))
+        recomputes = activations(manifest, self.plan, recomputes=False).kept_bytes > graph_budget_bytes
+        worker.state.module.recomputes = recomputes
+        kept = activations(manifest, self.plan, recomputes=recomputes).kept_bytes
+        self.max_graphs = max(1, graph_budget_bytes // kept)
         self.coder = StageCoder(worker.state)
         self._passes: dict[int, Pass] = {}
         self._masks_in: dict[int, Aux | None] = {}

@@ -9,9 +9,10 @@ import torch
 
 from swarmtrain.codec.samples import DEFAULT_BUDGET_BYTES
 from swarmtrain.errors import HardwareError
+from swarmtrain.model.activations import activations
 from swarmtrain.model.layout import plan_stages
 from swarmtrain.model.memory import free_bytes
-from swarmtrain.model.sizes import activation_bytes, stage_memory
+from swarmtrain.model.sizes import stage_memory
 from swarmtrain.observe.faults import Faults
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
@@ -67,7 +68,10 @@ def choose_device(gpu: int | None) -> str:
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory that a stage needs here, and what is left for kept graphs."""
+    """Memory that a stage needs at least, and what is left for what microbatches keep from forward to backward.
+
+    With a budget below a whole graph, layers are computed again in backward.
+    """
 
     needed_bytes: int
     available_bytes: int
@@ -82,16 +86,19 @@ def check_fit(manifest: Manifest, options: PeerOptions) -> Fit:
             fix="choose another --stage",
         )
     plan = plan_stages(manifest)[options.stage]
-    activations = activation_bytes(manifest, plan)
     fixed = stage_memory(manifest, plan) + plan.num_parameters * _SHARE_BYTES_PER_PARAMETER + _PROCESS_BYTES
     available = options.max_memory_bytes or free_bytes(options.device)
-    needed = fixed + 2 * activations
+    whole, layered = (activations(manifest, plan, recomputes=recomputes) for recomputes in (False, True))
+    needed = fixed + layered.kept_bytes + layered.peak_bytes
     if needed > available:
         raise HardwareError(
             f"stage {options.stage} needs about {show_gb(needed)}, there are {show_gb(available)}",
             fix="choose a smaller stage, free memory, or raise --max-memory",
         )
-    return Fit(needed, available, max(activations, (available - fixed) // 4))
+    if fixed + whole.kept_bytes + whole.peak_bytes > available:  # layers are computed again
+        budget = max(layered.kept_bytes, (available - fixed - layered.peak_bytes) // 4)
+        return Fit(needed, available, min(budget, whole.kept_bytes - 1))
+    return Fit(needed, available, max(whole.kept_bytes, (available - fixed - whole.peak_bytes) // 4))
 
 
 def fitting_stages(manifest: Manifest, options: PeerOptions) -> list[int]:

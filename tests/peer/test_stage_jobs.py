@@ -8,6 +8,8 @@ import torch
 
 from swarmtrain.codec import DEFAULT_LIMITS, Direction, Encoded, MessageContext, Ticket, decode
 from swarmtrain.codec.policy import SendEstimate, is_critical
+from swarmtrain.model.activations import activations
+from swarmtrain.model.layout import plan_stages
 from swarmtrain.model.sizes import id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
@@ -67,6 +69,21 @@ def test_recomputing_a_stage_gives_the_same_bits_as_keeping_its_graph(manifest: 
     run_chain(recomputing, jobs_of(manifest, 1), manifest, [0, 1, 2])
     assert (keeping.num_recomputed, recomputing.num_recomputed) == (0, 2)  # a budget of nothing still keeps one
     assert torch.equal(keeping.worker.sum.total, recomputing.worker.sum.total)
+
+
+def test_where_no_whole_graph_fits_the_inputs_of_layers_are_kept(manifest: Manifest) -> None:
+    plan = plan_stages(manifest)[0]
+    whole, layered = (activations(manifest, plan, recomputes=flag).kept_bytes for flag in (False, True))
+    assert layered < whole / 8
+    budgets = {whole: (1, False), 3 * whole: (3, False), whole - 1: ((whole - 1) // layered, True), 1: (1, True)}
+    for budget, (number, recomputes) in budgets.items():
+        jobs = jobs_of(manifest, 0, budget)
+        assert (jobs.max_graphs, jobs.worker.state.module.recomputes) == (number, recomputes)
+    everything, short = jobs_of(manifest, 0), jobs_of(manifest, 0, whole - 1)
+    for jobs in (everything, short):
+        run_chain(jobs, jobs_of(manifest, 1), manifest, [0, 1, 2])
+        assert jobs.num_recomputed == 0  # of whole stages
+    assert torch.equal(everything.worker.sum.total, short.worker.sum.total)
 
 
 def test_an_extra_microbatch_is_taken_out_exactly_and_can_come_back(manifest: Manifest) -> None:
