@@ -47,12 +47,16 @@ def say(line: str, *, indent: str = "") -> None:
 
     A line with a word that is longer than the window, such as an invite, stays whole: it is there to be copied.
     """
+    is_terminal = sys.stdout.isatty()
+    print(folded(line, console(sys.stdout).width, indent=indent) if is_terminal else printable(line), flush=True)
+
+
+def folded(line: str, width: int, *, indent: str = "") -> str:
+    """The line, printable, folded between words as `say` does."""
     line = printable(line)
-    if sys.stdout.isatty():
-        width = console(sys.stdout).width
-        if max(map(len, line.split()), default=0) <= width - len(indent):
-            line = textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
-    print(line, flush=True)
+    if max(map(len, line.split()), default=0) > width - len(indent):
+        return line
+    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> None:

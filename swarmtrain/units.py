@@ -84,6 +84,14 @@ def show_gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB"
 
 
+def show_duration(seconds: float) -> str:
+    """`40 s`, `12 min`, `3.2 h`, `9.5 d`."""
+    for unit, length, limit in (("s", 1.0, 99.5), ("min", 60.0, 99.5 * 60), ("h", 3600.0, 71.5 * 3600)):
+        if seconds < limit:
+            return f"{seconds / length:.1f} h" if unit == "h" else f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 86400:.1f} d"
+
+
 def _scaled(number: float) -> tuple[str, str]:
     """Three digits and the prefix; 999.6 is 1k already."""
     for prefix in _PREFIXES[:-1]:

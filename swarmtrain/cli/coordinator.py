@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from swarmtrain.cli.numbers import MAX_PEERS, MAX_SECONDS, number
 from swarmtrain.cli.options import (
+    EventsOption,
     JsonOption,
     ManifestArgument,
     SetOption,
@@ -63,6 +65,7 @@ def coordinator(
         float, number(0.5, 3600, help="Seconds between two comparisons of the stages by a peer.")
     ] = 20.0,
     test_faults: TestFaultsOption = False,
+    events: EventsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start a run, or resume the one in STATE_DIR, and print the invite."""
@@ -77,8 +80,10 @@ def coordinator(
             raise UsageError(f"unknown {what} {value[:40]!r}", fix=f"use one of: {', '.join(known)}")
     directory = state_dir or state_home() / "runs" / f"{run.run.name}-{run.digest()[:12]}"
     from swarmtrain.cli.daemons import run_daemon
+    from swarmtrain.cli.live import LiveView
+    from swarmtrain.cli.live_text import run_frame, run_line
     from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
-    from swarmtrain.observe.events import Events
+    from swarmtrain.observe.events import Event, Events
     from swarmtrain.observe.faults import Faults
     from swarmtrain.observe.http import checked_address
     from swarmtrain.reference import make_sampler, open_run_source
@@ -97,8 +102,15 @@ def coordinator(
         faults=Faults.from_environment(enabled=test_faults),
     )
 
-    def make(events: Events) -> CoordinatorDaemon:
-        return CoordinatorDaemon(options, events, lambda item: make_sampler(item, open_run_source(item)))
+    daemons: list[CoordinatorDaemon] = []
 
+    def make(sinks: Events) -> CoordinatorDaemon:
+        daemons.append(CoordinatorDaemon(options, sinks, lambda item: make_sampler(item, open_run_source(item))))
+        return daemons[0]
+
+    def line(event: Event) -> str:
+        return run_line(event, run, daemons[0].keeper.status.seconds_left())
+
+    view = LiveView(sys.stdout, line, run_frame, all_events=events) if sys.stdout.isatty() and not as_json else None
     with remember_coordinator(directory):
-        run_daemon(make, CoordinatorDaemon.stop, as_json=as_json, state_dir=directory)
+        run_daemon(make, CoordinatorDaemon.stop, view=view, state_dir=directory)

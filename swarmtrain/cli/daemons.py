@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 import uvloop
 
+from swarmtrain.cli.live import LiveView, LogLines
 from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.observe.events import Events
-from swarmtrain.observe.logs import EventFile, LogFormatter, daemon_log, json_lines
+from swarmtrain.observe.logs import EventFile, LogFormatter, json_lines
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -30,16 +31,21 @@ class Daemon(Protocol):
     def run(self) -> Coroutine[Any, Any, None]:
         """Run until the daemon has ended or was stopped."""
 
+    def snapshot(self) -> dict[str, Any] | None:
+        """Everything that it shows of itself; None while it is starting."""
+
 
 def run_daemon(
-    make: Callable[[Events], Daemon], stop: Callable[[Any], None], *, as_json: bool, state_dir: Path
+    make: Callable[[Events], Daemon], stop: Callable[[Any], None], *, view: LiveView | None, state_dir: Path
 ) -> None:
     """Run the daemon that `make` builds on the loop. SIGTERM and Ctrl-C call `stop`; a second one leaves at once.
 
-    Its events go to stdout as JSON with `as_json`, else to its log, and always to a file in its state directory.
+    `view` shows it; without one its events go to stdout as JSON lines. A file in its state directory has them always.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter())
+    if view is not None and sys.stderr.isatty():
+        handler = LogLines(view)
     logging.basicConfig(level=os.environ.get("SWARMTRAIN_LOG", "WARNING").upper(), handlers=[handler])
     keep_freed_memory()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # prints where it hangs, for a bug report
@@ -47,7 +53,7 @@ def run_daemon(
         _die_with_parent(int(os.environ[DIE_WITH_PARENT]))
 
     async def main() -> None:
-        events = Events(json_lines(sys.stdout) if as_json else daemon_log(sys.stderr))
+        events = Events(view.event if view is not None else json_lines(sys.stdout))
         events.add(EventFile(state_dir / "events.jsonl"))
         daemon = make(events)
         loop = asyncio.get_running_loop()
@@ -64,11 +70,18 @@ def run_daemon(
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, signalled)
+        drawing = asyncio.create_task(view.run(daemon.snapshot)) if view is not None else None
         try:
             await daemon.run()
         except asyncio.CancelledError:
             if not asked:
                 raise
+        finally:
+            if drawing is not None:
+                drawing.cancel()
+                await asyncio.gather(drawing, return_exceptions=True)
+        if view is not None:
+            view.thank()
 
     try:
         uvloop.run(main())

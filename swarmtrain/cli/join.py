@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from swarmtrain.cli.numbers import MAX_GPU, MAX_SECONDS, MAX_THREADS, number
-from swarmtrain.cli.options import JsonOption, TestFaultsOption, state_home
+from swarmtrain.cli.options import EventsOption, JsonOption, TestFaultsOption, state_home
 from swarmtrain.cli.places import find_invite, remember_invite, remember_peer
 from swarmtrain.errors import UsageError
 from swarmtrain.route.router import POLICIES
@@ -81,6 +82,7 @@ def join(
         typer.Option(metavar="HOST:PORT", help="Address at which the run's Prometheus finds them, if different."),
     ] = "",
     test_faults: TestFaultsOption = False,
+    events: EventsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Host one stage of a run. Ctrl-C drains; a second Ctrl-C leaves at once."""
@@ -93,7 +95,9 @@ def join(
     up_bytes_per_s, down_bytes_per_s = (parse_rate(cap) if cap else 0.0 for cap in (max_up, max_down))
     text = find_invite(invite)
     from swarmtrain.cli.daemons import run_daemon
-    from swarmtrain.observe.events import Events
+    from swarmtrain.cli.live import LiveView
+    from swarmtrain.cli.live_text import peer_frame, peer_line
+    from swarmtrain.observe.events import Event, Events
     from swarmtrain.observe.faults import Faults
     from swarmtrain.observe.http import checked_address
     from swarmtrain.peer.daemon import PeerDaemon
@@ -129,11 +133,15 @@ def join(
     )
     remember_invite(text)
 
-    def make(events: Events) -> PeerDaemon:
-        return PeerDaemon(options, events)
+    def make(sinks: Events) -> PeerDaemon:
+        return PeerDaemon(options, sinks)
 
+    def line(event: Event) -> str:
+        return peer_line(event, name)
+
+    view = LiveView(sys.stdout, line, peer_frame, all_events=events) if sys.stdout.isatty() and not as_json else None
     with remember_peer(directory):
-        run_daemon(make, lambda daemon: daemon.leave("asked by a signal"), as_json=as_json, state_dir=directory)
+        run_daemon(make, lambda daemon: daemon.leave("asked by a signal"), view=view, state_dir=directory)
 
 
 def _stage(text: str) -> tuple[int, bool]:

@@ -37,6 +37,9 @@ DataOption = Annotated[
     typer.Option("--data", metavar="SOURCE", help="Data of the run, if it has moved; default: as in the manifest."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", envvar="SWARMTRAIN_JSON", help="Print JSON, one object per line.")]
+EventsOption = Annotated[
+    bool, typer.Option("--events", help="Show every event in the terminal. Pipes get all of them, as JSON lines.")
+]
 TestFaultsOption = Annotated[
     bool,
     typer.Option(

@@ -1,4 +1,4 @@
-"""The lines of `swarmtrain status` about one daemon, from its snapshot. Pure."""
+"""What people read about one daemon, from its snapshot: `status`, `top` and the live views say it alike. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from swarmtrain.units import show_size
+from swarmtrain.observe.events import called
+from swarmtrain.units import show_count, show_duration, show_size
 
 Snapshot = Mapping[str, Any]
+
+STALE_S = 5.0  # a peer hears from its coordinator every two seconds: older figures are marked
+_PARTS_SHOWN = 0.005
 
 
 def status_lines(snapshot: Snapshot) -> list[str]:
@@ -31,48 +35,83 @@ def why(snapshot: Snapshot) -> str:
     return f"{doing} since {since}" + (f": {reason}" if reason else "")
 
 
-def shares(seconds: Mapping[str, Any]) -> str:
-    """`61 % compute, 20 % wire, 19 % idle (mostly no_lease)`"""
-    idle = seconds["idle"]
-    parts = {**{name: value for name, value in seconds.items() if name != "idle"}, "idle": sum(idle.values())}
-    total = sum(parts.values()) or 1.0
-    worst = max(idle, key=idle.__getitem__, default="")
-    shown = [
-        f"{100 * value / total:.0f} % {name}" + (f" (mostly {worst})" if name == "idle" and worst else "")
-        for name, value in sorted(parts.items(), key=lambda item: -item[1])
-        if value >= 0.005 * total
-    ]
-    return ", ".join(shown)
+def run_figures(now: Snapshot) -> list[str]:
+    """Of a coordinator: loss, speed, what is left, and how old that is. A run that waits has no speed."""
+    last, figures = now["last"], []
+    if last:
+        figures.append(f"loss {last['loss']:.4f}")
+    if now["val_loss"] is not None:
+        figures.append(f"validation {now['val_loss']:.4f}")
+    if last and now["state"] == "training":
+        figures.append(f"{last['tokens_per_s']:,.0f} tokens/s")
+    if now["seconds_left"]:
+        figures.append(f"{show_duration(now['seconds_left'])} left")
+    age_s = now["now"] - now["last_applied_at"] if now["last_applied_at"] else 0.0
+    if age_s > STALE_S:
+        figures.append(f"last step {show_duration(age_s)} ago")
+    return figures
+
+
+def told_figures(peer: Snapshot) -> list[str]:
+    """The same of the run, as a peer was told by its coordinator."""
+    figures = []
+    if peer["run_loss"] is not None:
+        figures.append(f"loss {peer['run_loss']:.4f}")
+    if peer["run_tokens_per_s"]:
+        figures.append(f"{peer['run_tokens_per_s']:,.0f} tokens/s")
+    if peer["seconds_left"]:
+        figures.append(f"{show_duration(peer['seconds_left'])} left")
+    silent_s = peer["silent_s"]
+    if silent_s is not None and silent_s > STALE_S:
+        figures.append(f"as of {show_duration(silent_s)} ago")
+    return figures
+
+
+def given(peer: Snapshot) -> str:
+    """What counts as a peer's own: `96 microbatches, 98.3k tokens, 41 % of the run's work`."""
+    credit = peer["credit"]
+    tokens, share = show_count(credit["tokens"]), 100 * credit["share"]
+    return f"{credit['microbatches']:,} microbatches, {tokens} tokens, {share:.3g} % of the run's work"
+
+
+def spent_here(peer: Snapshot) -> str:
+    """What it has cost since the daemon was started: `3.2 h, 8.2 MB up, 8.1 MB down`."""
+    sent, received = (show_size(peer["traffic"][side]["total_bytes"]) for side in ("sent", "received"))
+    return f"{show_duration(peer['now'] - peer['started_at'])}, {sent} up, {received} down"
+
+
+def lately(shares: Mapping[str, float]) -> str:
+    """`61 % compute, 20 % wire, 19 % idle`, of the last minute."""
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{100 * share:.0f} % {name}" for name, share in ordered if share >= _PARTS_SHOWN)
 
 
 def _run(snapshot: Snapshot) -> list[str]:
-    lines = [f"coordinator of {snapshot['name']} ({snapshot['run']}): {why(snapshot)}"]
+    lines = [f"coordinator of {snapshot['name']}, run {snapshot['run']}: {why(snapshot)}"]
     if snapshot["next"]:
         lines.append(f"  next: {snapshot['next']}")
-    last = snapshot["last"]
-    if last:
-        lines.append(
-            f"  step {snapshot['step']}/{snapshot['steps']}  loss {last['loss']:.4f}  "
-            f"{last['tokens_per_s']:,.0f} tokens/s"
-        )
+    lines.append("  " + "  ".join([f"step {snapshot['step']}/{snapshot['steps']}", *run_figures(snapshot)]))
     for stage, peers in enumerate(snapshot["stages"]):
-        names = ", ".join(f"{peer['peer'][-8:]} {peer['state']}" for peer in peers) or "no peers"
+        names = ", ".join(f"{called(peer['peer'], peer['name'])} {_state(peer)}" for peer in peers) or "no peers"
         lines.append(f"  stage {stage}: {names}")
     if snapshot["page"]:
         lines.append(f"  page: {snapshot['page']}")
-    lines.append(f"  join with: swarmtrain join {snapshot['invite']} --stage N")
+    lines.append(f"  join with: swarmtrain join {snapshot['invite']}")
     return lines
 
 
+def _state(peer: Snapshot) -> str:
+    return "link broken" if peer["doubt"] else str(peer["state"])
+
+
 def _peer(snapshot: Snapshot) -> list[str]:
-    lines = [f"peer {snapshot['peer'][-8:]} of run {snapshot['run']}: stage {snapshot['stage']}, {why(snapshot)}"]
+    who = called(snapshot["peer"], snapshot["name"])
+    lines = [f"{who} of {snapshot['run_name']}, run {snapshot['run']}: stage {snapshot['stage']}, {why(snapshot)}"]
     if snapshot["next"]:
         lines.append(f"  next: {snapshot['next']}")
-    lines.append(
-        f"  step {snapshot['step']}, {snapshot['microbatches']} microbatches done, "
-        f"{show_size(snapshot['memory_bytes'])} of memory"
-    )
-    sent, received = (show_size(snapshot["traffic"][side]["total_bytes"]) for side in ("sent", "received"))
-    lines.append(f"  {sent} sent, {received} received")
-    lines.append(f"  time: {shares(snapshot['seconds'])}")
+    lines.append("  " + "  ".join([f"run: step {snapshot['step']}/{snapshot['steps']}", *told_figures(snapshot)]))
+    lines.append(f"  given: {given(snapshot)}")
+    lines.append(f"  here: {spent_here(snapshot)}, {show_size(snapshot['memory_bytes'])} of memory")
+    if snapshot["lately"]:
+        lines.append(f"  last minute: {lately(snapshot['lately'])}")
     return lines

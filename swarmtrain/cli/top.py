@@ -13,7 +13,6 @@ import time
 import tty
 import urllib.error
 import urllib.request
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -27,7 +26,6 @@ from swarmtrain.cli.top_text import BAD, frame, line
 from swarmtrain.errors import ExitCode, SwarmtrainError, UsageError
 from swarmtrain.terminal import console
 
-LOOK_BACK_S = 30.0  # shares of time are means over about so long
 MAX_ANSWER_BYTES = 32 << 20
 
 
@@ -66,38 +64,34 @@ def top(
 
 
 class Source:
-    """Reads the API of the page and keeps the past snapshots that a frame needs."""
+    """Reads the API of the page and keeps the last answer, for frames while there is none."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._past: deque[dict[str, Any]] = deque()
+        self._last: dict[str, Any] | None = None
         self._losses: list[float] = []
 
     def frame(self, width: int, height: int, *, patient: bool = False) -> Group:
         """The current frame. With `patient`, a page that does not answer is a line in the last frame, not an error."""
         try:
-            self._look()
+            self._last = self._look()
         except PageUnreachable as error:
-            if not patient or not self._past:
+            if not patient or self._last is None:
                 raise
-            last = self._frame(width, height).renderables
-            return Group(last[0], line(f"{error}; trying again", BAD), *last[2:])
-        return self._frame(width, height)
+            seen = time.strftime("%H:%M:%S", time.localtime(self._last["now"]))
+            old = frame(self._last, self._losses, width, height).renderables
+            return Group(old[0], line(f"as of {seen}: {error}; trying again", BAD), *old[2:])
+        return frame(self._last, self._losses, width, height)
 
-    def _frame(self, width: int, height: int) -> Group:
-        return frame(self._past[-1], self._past[0], self._losses, width, height)
-
-    def _look(self) -> None:
-        now = self._get("/api/status")
+    def _look(self) -> dict[str, Any]:
+        now: dict[str, Any] = self._get("/api/status")
         if now.get("kind") != "coordinator":
             raise PageUnreachable(
                 f"{self._url} is not a coordinator's page", fix="see `swarmtrain status` for its address"
             )
         now["news"] = self._get("/api/events")
         self._losses = [point["loss"] for point in self._get("/api/history") if point["loss"] is not None]
-        self._past.append(now)
-        while len(self._past) > 2 and self._past[1]["now"] < now["now"] - LOOK_BACK_S:
-            self._past.popleft()
+        return now
 
     def _get(self, path: str) -> Any:
         try:

@@ -6,32 +6,31 @@ Names and reasons come from other machines: what is not printable is shown as `?
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from swarmtrain.cli.status_text import why
+from swarmtrain.cli.status_text import Snapshot, run_figures, why
+from swarmtrain.observe.lately import PARTS
 from swarmtrain.observe.logs import printable
 
-Snapshot = Mapping[str, Any]
 GOOD, WARNING, BAD, FAINT, TITLE = "green", "yellow", "red", "dim", "bold"
 _BARS = "▁▂▃▄▅▆▇█"
-_PARTS = ("compute", "queue", "wire", "reduce", "idle")
 _NAME_WIDTH = 15
-_MIN_WIDTH_OF_PARTS = 105  # narrower windows leave the columns of the time split out
+_WIDE, _MIDDLE = 110, 78  # narrower windows show two columns of the time split, or none
+_SILENT_S = 6.0  # three heartbeats: what an older report says of the peer's time is not shown
 _FIXED = 9  # lines besides peers, links and events
 
 
-def frame(now: Snapshot, before: Snapshot, losses: Sequence[float], width: int, height: int) -> Group:
-    """The window's content. `before` is an older snapshot: shares of time are of the time since then."""
+def frame(now: Snapshot, losses: Sequence[float], width: int, height: int) -> Group:
+    """The window's content."""
     lines: list[RenderableType] = _head(now, losses, width)[:height]
     room = min(max(3, height - _FIXED - _num_events(height)), height - len(lines) - 1)
     room_below = height - len(lines) - 1
     if room > 0:
-        table = _table(now, before, room, width)
+        table = peer_table(now, room, width)
         room_below -= table.row_count
         lines.append(table)
     links = _links(now)
@@ -60,15 +59,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _head(now: Snapshot, losses: Sequence[float], width: int) -> list[RenderableType]:
-    last, style = now["last"] or {}, {"training": GOOD, "complete": GOOD}.get(now["state"], WARNING)
-    numbers = [f"step {now['step']}/{now['steps']}"]
-    if last:
-        numbers.append(f"loss {last['loss']:.4f}")
-    if now["val_loss"] is not None:
-        numbers.append(f"validation {now['val_loss']:.4f}")
-    if last:
-        numbers.append(f"{last['tokens_per_s']:,.0f} tokens/s")
-    numbers.append(f"checkpoint at {now['checkpoint_step']}")
+    style = {"training": GOOD, "complete": GOOD}.get(now["state"], WARNING)
+    numbers = [f"step {now['step']}/{now['steps']}", *run_figures(now)]
+    if now["checkpoint_step"]:
+        numbers.append(f"checkpoint {now['checkpoint_step']}")
     bars = sparkline(losses, min(60, width - 6))
     return [
         line(f"{now['name']}  run {now['run']}", TITLE),
@@ -88,14 +82,13 @@ def _split(split: Snapshot | None) -> str:
     return "last step  " + "  ".join(f"{name} {s:.2f} s {100 * s / total:.0f} %" for name, s in parts.items())
 
 
-def _table(now: Snapshot, before: Snapshot, room: int, width: int) -> Table:
-    """At most `room` rows: a peer each, and one for every stage that has none."""
-    older = {peer["peer"]: peer for peers in before["stages"] for peer in peers}
-    with_parts = width >= _MIN_WIDTH_OF_PARTS
+def peer_table(now: Snapshot, room: int, width: int) -> Table:
+    """At most `room` rows: a peer each, and one for every stage that has none. Shares of time are the last minute's."""
+    parts = PARTS if width >= _WIDE else ("compute", "idle") if width >= _MIDDLE else ()
     table = Table(box=None, pad_edge=False, header_style=TITLE)
     for name in ("STAGE", "PEER", "STATE"):
         table.add_column(name, no_wrap=True)
-    for name in ("STEP", "DONE", "FWD+BWD", "LAST", *(part[:6].upper() for part in _PARTS if with_parts)):
+    for name in ("STEP", "DONE", "FWD+BWD", "SEEN", *(part.upper() for part in parts)):
         table.add_column(name, justify="right", no_wrap=True)
     peers = [(stage, peer) for stage, members in enumerate(now["stages"]) for peer in members or [None]]
     num_shown = len(peers) if len(peers) <= room else room - 1
@@ -104,13 +97,13 @@ def _table(now: Snapshot, before: Snapshot, room: int, width: int) -> Table:
             table.add_row(str(stage), "no peers", style=BAD)
         else:
             style = BAD if peer["doubt"] else "" if peer["state"] == "serving" else WARNING
-            table.add_row(*_cells(peer, older.get(peer["peer"]), with_parts), style=style)
+            table.add_row(*_cells(peer, parts), style=style)
     if num_shown < len(peers):
         table.add_row("", f"and {len(peers) - num_shown} more", style=FAINT)
     return table
 
 
-def _cells(peer: Snapshot, older: Snapshot | None, with_parts: bool) -> list[Text]:
+def _cells(peer: Snapshot, parts: Sequence[str]) -> list[Text]:
     cells = [
         str(peer["stage"]),
         _name(peer),
@@ -120,8 +113,8 @@ def _cells(peer: Snapshot, older: Snapshot | None, with_parts: bool) -> list[Tex
         f"{peer['forward_ms'] + peer['backward_ms']:.1f} ms",
         f"{peer['silent_s']:.0f} s",
     ]
-    if with_parts:
-        cells += [f"{share:.0f} %" for share in _shares(peer["spent"], older["spent"] if older else {})]
+    shares = peer["lately"] if peer["silent_s"] < _SILENT_S else {}
+    cells += [f"{100 * shares[part]:.0f} %" if shares else "–" for part in parts]
     return [line(cell) for cell in cells]
 
 
@@ -129,15 +122,6 @@ def _name(peer: Snapshot) -> str:
     name = Text(printable(peer["name"]))
     name.truncate(_NAME_WIDTH)  # by the width of its characters in a terminal
     return name.plain or str(peer["peer"][-8:])
-
-
-def _shares(spent: Mapping[str, float], older: Mapping[str, float]) -> list[float]:
-    """Per cent by part since the older snapshot; since the start if the peer is new or has restarted."""
-    recent = {part: spent.get(part, 0.0) - older.get(part, 0.0) for part in _PARTS}
-    if min(recent.values()) < 0 or sum(recent.values()) <= 0:
-        recent = {part: spent.get(part, 0.0) for part in _PARTS}
-    total = sum(recent.values()) or 1.0
-    return [100 * recent[part] / total for part in _PARTS]
 
 
 def _links(now: Snapshot) -> str:

@@ -221,7 +221,7 @@ class Applies:
         A peer that does not answer is told at its next heartbeat.
         """
         context, reason = self._context, "its state differs from that of its stage's other replicas"
-        context.events.emit(PeerDiverged(peer_id, stage, step))
+        context.events.emit(PeerDiverged(peer_id, stage, step, context.members.name(peer_id)))
         member = context.members.get(peer_id)
         if member is None:
             return

@@ -16,7 +16,7 @@ from swarmtrain.coordinator.members import Member, Members
 from swarmtrain.coordinator.split_brain import Known
 from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
-from swarmtrain.observe.events import Events, PeerLost
+from swarmtrain.observe.events import Events, PeerLeft, PeerLost
 from swarmtrain.observe.faults import Faults
 from swarmtrain.p2p.errors import HostDownError
 from swarmtrain.rpc.calls import OnProgress
@@ -140,8 +140,11 @@ class RunContext:
         current = self.members.get(member.peer_id)
         if current is not None and current.key == member.key:
             self.members.remove(member.peer_id, excluded_at=self.step if must_sync else None)
-            self.events.emit(PeerLost(member.peer_id, member.stage, reason))
-            if not has_left:
+            if has_left:
+                count = self.tally.contributed[member.peer_id]
+                self.events.emit(PeerLeft(member.peer_id, member.stage, count, member.name))
+            else:
+                self.events.emit(PeerLost(member.peer_id, member.stage, reason, member.name))
                 self.missed(member.peer_id)
         if self.books is not None:
             self.books.lose(member.stage, member.key)

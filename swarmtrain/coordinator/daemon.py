@@ -64,6 +64,7 @@ from swarmtrain.wire.messages import (
     FetchState,
     Heartbeat,
     Leave,
+    RunProgress,
     SeekStage,
 )
 from swarmtrain.wire.peer_report import published
@@ -116,6 +117,10 @@ class CoordinatorDaemon:
         self.refused: Counter[str] = Counter()  # by code
         self._life = world.token_hex(4)
         self._is_open = False  # whether the run is loaded, so that requests can be answered
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Everything, as plain data; None while it is starting."""
+        return self.observer.snapshot() if self.observer is not None else None
 
     def stop(self) -> None:
         """Stop, between two decisions. Peers keep their state and wait for the next coordinator."""
@@ -234,7 +239,7 @@ class CoordinatorDaemon:
         )
         self._resume()
         applies = Applies(self.context)
-        self.heartbeats = Heartbeats(self.context, applies.tell)
+        self.heartbeats = Heartbeats(self.context, applies.tell, self._progress)
         self.moves = Moves(self.context, self.options.moves)
         self.progress = Run(self.context, self.checkpoints, applies, min_peers=self.options.min_peers)
         self._offer = make_offer(manifest, self._key)
@@ -322,6 +327,14 @@ class CoordinatorDaemon:
             await directory.announce(COORDINATOR_TOPIC, pack_record(record), RECORD_LIFE_S, signer=self._key.sign)
         except SwarmtrainError as error:
             log.warning("cannot announce the coordinator: %s", error)
+
+    def _progress(self) -> RunProgress:
+        status = self.keeper.status
+        if status.last is None:
+            return RunProgress()
+        is_known = status.state == "training"
+        left_s = status.seconds_left() or 0.0
+        return RunProgress(min(status.last.loss, 1e9), status.last.tokens_per_s if is_known else 0.0, left_s)
 
     def _claim(self) -> Claim:
         return Claim(self.context.term, self.context.step, self.context.node.peer_id, self._life)

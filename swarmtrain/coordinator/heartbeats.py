@@ -13,7 +13,7 @@ from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.split_brain import check_peers
 from swarmtrain.observe.events import PeerJoined, PeerLost
 from swarmtrain.rpc.errors import Refusal
-from swarmtrain.wire.messages import Code, Directive, Heartbeat, Verdict
+from swarmtrain.wire.messages import Code, Directive, Heartbeat, RunProgress, Verdict
 from swarmtrain.wire.peer_report import HOLDS_STATE, STALLED, PeerReport
 
 WATCH_S = 1.0
@@ -24,9 +24,17 @@ MAX_FURTHER = 4096
 class Heartbeats:
     """Answers `Heartbeat`, and notices peers that fall silent."""
 
-    def __init__(self, context: RunContext, tell_decision: Callable[[Member], None]) -> None:
-        """`tell_decision` is called with every peer that may not have heard of the last decision."""
-        self._context, self._tell_decision = context, tell_decision
+    def __init__(
+        self,
+        context: RunContext,
+        tell_decision: Callable[[Member], None],
+        progress: Callable[[], RunProgress] = RunProgress,
+    ) -> None:
+        """`tell_decision` is called with every peer that may not have heard of the last decision.
+
+        What `progress` says of the run is told to every peer, so that its owner can see it.
+        """
+        self._context, self._tell_decision, self._progress = context, tell_decision, progress
         self._rng = world.random()
         self._further: dict[str, tuple[int, int]] = {}  # term and step of peers that are further than the journal
         self._further_since = 0.0
@@ -41,23 +49,24 @@ class Heartbeats:
         context.heard(peer_id)
         if report.state == "gone":
             await self._left(peer_id)
-            return Verdict(context.term, context.step, Directive.LEAVE, "", 0, "", ())
+            verdict = Verdict(context.term, context.step, Directive.LEAVE, "", 0, "", ())
+            return self._with_progress(verdict, peer_id)
         self._check_not_further(report, peer_id)
         former = context.members.get(peer_id)
         restarted = context.members.heartbeat(peer_id, beat, asyncio.get_running_loop().time())
         if restarted is not None:
-            context.events.emit(PeerLost(restarted.peer_id, restarted.stage, "it has restarted"))
+            context.events.emit(PeerLost(restarted.peer_id, restarted.stage, "it has restarted", restarted.name))
             if context.books is not None:
                 context.books.lose(restarted.stage, restarted.key)
         member = context.members.get(peer_id)
         assert member is not None
         if report.state == STALLED and former is not None and former.state == "serving":
-            context.events.emit(PeerLost(member.peer_id, member.stage, "its device does not answer"))
+            context.events.emit(PeerLost(member.peer_id, member.stage, "its device does not answer", member.name))
         if context.books is not None and report.state in ("syncing", STALLED):
             context.books.lose(member.stage, member.key)  # its ledger is dropped, or out of reach
         self._tell_decision(member)
         if member.state == "serving" and (former is None or former.state != "serving"):
-            context.events.emit(PeerJoined(member.peer_id, member.stage, member.step))
+            context.events.emit(PeerJoined(member.peer_id, member.stage, member.step, member.name))
         answer = judge(member, context.members, context.standing, context.stages[report.stage])
         if answer.directive is Directive.SERVE and member.state != STALLED:
             context.members.admit(peer_id)
@@ -72,7 +81,11 @@ class Heartbeats:
             sync_digest=offer.digest if offer else "",
             donors=some_donors(offer.donors, self._rng) if offer else (),
         )
+        verdict = self._with_progress(verdict, peer_id)
         return verdict if verdict.reason else self._explained(verdict, member)
+
+    def _with_progress(self, verdict: Verdict, peer_id: str) -> Verdict:
+        return replace(verdict, progress=self._progress(), credit=self._context.tally.contributed[peer_id])
 
     def _check_not_further(self, report: PeerReport, peer_id: str) -> None:
         """Refuse a peer that has applied steps which the journal lacks: a verdict would make it discard them."""

@@ -81,7 +81,7 @@ class Leases:
                 continue
             for stage in sorted({plan.lowest_missing_stage for plan in plans}):
                 count = sum(plan.lowest_missing_stage == stage for plan in plans)
-                self._context.events.emit(WorkReplayed(step, stage, count))
+                self._context.events.emit(WorkReplayed(step + 1, stage, count))
             limit = asyncio.Semaphore(self.window())
             async with asyncio.TaskGroup() as tasks:
                 for plan in plans:

@@ -109,6 +109,11 @@ class Members:
         """The current incarnation of a peer; None if it is lost or unknown."""
         return self._by_peer.get(peer_id)
 
+    def name(self, peer_id: str) -> str:
+        """What its owner calls a peer; empty if it is unknown."""
+        member = self._by_peer.get(peer_id)
+        return member.name if member is not None else ""
+
     def counts(self, hop: Hop) -> bool:
         """Whether a hop of a route counts: this incarnation is a member, answers for work, and hosts that stage."""
         member = self._by_peer.get(hop.peer_id)

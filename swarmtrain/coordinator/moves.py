@@ -57,11 +57,12 @@ class Moves:
         now = asyncio.get_running_loop().time()
         self._tell_arbiter(now)
         answer = self._arbiter.request(LeaveRequest(peer_id, message.assignment, message.source, message.target))
+        name = self._context.members.name(peer_id)
         if answer.granted:
             self._moving[peer_id] = (message.target, now + RESERVED_S)
-            self._context.events.emit(MoveGranted(peer_id, message.source, message.target))
+            self._context.events.emit(MoveGranted(peer_id, message.source, message.target, name))
         else:
-            self._context.events.emit(MoveRefused(peer_id, message.source, message.target, answer.why))
+            self._context.events.emit(MoveRefused(peer_id, message.source, message.target, answer.why, name))
         return MoveAnswered(answer.granted, answer.why)
 
     def on_their_way(self) -> list[str]:

@@ -16,12 +16,11 @@ from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.observe.events import PeerDoubted
 from swarmtrain.observe.keeper import RerouteNews, StatusKeeper
-from swarmtrain.observe.split import Part
+from swarmtrain.observe.lately import PARTS, Lately
 from swarmtrain.rpc.errors import LinkClosed
 
 WATCH_S = 1.0
 MAX_CONTRIBUTORS = 200
-_PARTS = tuple(part.value for part in Part)
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,22 @@ class RunObserver:
         self._news = RerouteNews(0)
         self._doubts: dict[str, Doubt] = {}
         self._process = psutil.Process(os.getpid())
+        self._lately = Lately()
         self.page_url = ""
 
     async def watch(self) -> None:
         """Emit events for what only counters show, until cancelled."""
         while True:
             await asyncio.sleep(WATCH_S)
+            self._note_spent(world.wall())
             for event in self._news.since_last(self.context.dispatcher.counters.rerouted):
                 self.context.events.emit(event)
+
+    def _note_spent(self, now: float) -> None:
+        members = self.context.members.all()
+        self._lately.keep(member.peer_id for member in members)
+        for member in members:
+            self._lately.note(member.peer_id, now, member.spent)
 
     def link_closed(self, peer_id: str, error: LinkClosed) -> None:
         """A link ended. A peer whose link breaks is probably gone: shown at once, lost only when it stays silent."""
@@ -66,7 +73,7 @@ class RunObserver:
         member = members.get(peer_id)
         if member is not None:
             self._doubts[peer_id] = Doubt(asyncio.get_running_loop().time(), str(error))
-            self.context.events.emit(PeerDoubted(peer_id, member.stage, str(error)))
+            self.context.events.emit(PeerDoubted(peer_id, member.stage, str(error), member.name))
 
     def snapshot(self) -> dict[str, Any]:
         """Everything, as plain data."""
@@ -92,6 +99,7 @@ class RunObserver:
             "val_loss": status.val_loss,
             "split": status.split.as_dict() if status.split is not None else None,
             "last_applied_at": status.last_applied_at or None,
+            "seconds_left": status.seconds_left(),
             "stages": [
                 [self._member(member) for member in members if member.stage == stage]
                 for stage in range(context.manifest.stages.count)
@@ -148,7 +156,8 @@ class RunObserver:
             "forward_ms": member.report.forward_ms,
             "backward_ms": member.report.backward_ms,
             "capacity": 1000 / busy_ms if busy_ms and member.state == "serving" else 0.0,
-            "spent": dict(zip(_PARTS, member.spent, strict=False)),
+            "spent": dict(zip(PARTS, member.spent, strict=False)),
+            "lately": self._lately.shares(member.peer_id, world.wall()),
             "metrics": member.metrics,
         }
 

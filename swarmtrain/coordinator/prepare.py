@@ -105,7 +105,7 @@ class Preparer:
                 for side in sides:
                     seconds, is_compressed = loop.time() - started, side.stage in compressed
                     self._compression.took(side.stage, seconds, compressed=is_compressed)
-                    context.events.emit(StagePrepared(step, side.stage, self._attempts, seconds, is_compressed))
+                    context.events.emit(StagePrepared(step + 1, side.stage, self._attempts, seconds, is_compressed))
                 return [
                     PreparedStage(
                         stage=side.stage,
@@ -309,7 +309,7 @@ class Preparer:
                 books.withdraw(request.stage, [i for i in missing if i < books.num_microbatches], member.key)
             elif isinstance(answer, CallRefused):
                 if answer.code in (Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
-                    await context.lose(member, f"cannot take part in step {request.step}: {answer.code}")
+                    await context.lose(member, f"cannot take part in step {request.step + 1}: {answer.code}")
             elif not isinstance(answer, HostDownError):  # that is this host's own fault
                 # A peer that is merely silent would be back with its next heartbeat, and cost as much in every step:
                 # it must sync first, unless no other peer has the state.
@@ -319,7 +319,7 @@ class Preparer:
         if _agreed(answers) is not None:
             return  # it was the other stage of the group that failed
         reason = "; ".join(reasons)[:500] or "replicas disagree on the reduced gradient"
-        context.events.emit(PrepareFailed(request.step, request.stage, request.attempt, reason))
+        context.events.emit(PrepareFailed(request.step + 1, request.stage, request.attempt, reason))
         await context.notify()
 
 

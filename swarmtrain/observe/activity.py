@@ -101,7 +101,7 @@ def _work(facts: PeerFacts) -> Activity:
     if facts.is_computing or facts.num_open or facts.num_waiting_jobs or facts.is_reducing:
         return Activity(Cause.WORKING, "", "the next microbatch")
     if facts.is_prepared:
-        reason = f"its part of step {facts.step} is done; the other stages are not ready"
+        reason = f"its part of step {facts.step + 1} is done; the other stages are not ready"
         return Activity(Cause.STEP_END, reason, "applies the step when it is decided")
     reason = f"no work has come: {facts.coordinator_says}" if facts.coordinator_says else "no work has come"
     return Activity(Cause.NO_LEASE, reason, "the next microbatch")

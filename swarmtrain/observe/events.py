@@ -1,4 +1,7 @@
-"""What happens in a daemon, as types. Log lines, JSON lines and the status are derived from them, never the reverse."""
+"""What happens in a daemon, as types. Log lines, JSON lines and the status are derived from them, never the reverse.
+
+Steps are numbered from 1, as in "step 3 of 200". A state's step is the last one that it has applied.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,17 @@ from typing import Any
 
 from swarmtrain import world
 from swarmtrain.observe.cost import Cost
+from swarmtrain.units import show_duration, show_size
 
 
 def clock_time(at: float) -> str:
     """Seconds since the epoch as a clock on the wall here shows them."""
     return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def called(peer: str, name: str = "") -> str:
+    """How people read of a peer: by the name that its owner gave it, and the end of its id, which nobody can choose."""
+    return f"{name} ({peer[-8:]})" if name else f"peer {peer[-8:]}"
 
 
 @functools.cache
@@ -27,6 +36,11 @@ class Event:
     """Base of all events. `at` is seconds since the epoch."""
 
     at: float = field(default_factory=world.wall, kw_only=True)
+
+    @property
+    def is_detail(self) -> bool:
+        """Whether a terminal shows it with --events only."""
+        return type(self) in DETAILS
 
     @property
     def name(self) -> str:
@@ -61,24 +75,40 @@ class PeerJoined(Event):
 
     peer: str
     stage: int
-    step: int
+    step: int  # of its state
+    peer_name: str = ""
 
     def line(self) -> str:
         """For a person."""
-        return f"peer {self.peer[-8:]} serves stage {self.stage} from step {self.step}"
+        return f"{called(self.peer, self.peer_name)} serves stage {self.stage} from step {self.step + 1} on"
+
+
+@dataclass(frozen=True)
+class PeerLeft(Event):
+    """A peer has said goodbye. `microbatches` of the run count as its own, over all stages that it served."""
+
+    peer: str
+    stage: int
+    microbatches: int = 0
+    peer_name: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{called(self.peer, self.peer_name)} has left stage {self.stage} after {self.microbatches} microbatches"
 
 
 @dataclass(frozen=True)
 class PeerLost(Event):
-    """A peer is gone; `reason` says what the coordinator concludes it from."""
+    """A peer is gone without a word; `reason` says what the coordinator concludes it from."""
 
     peer: str
     stage: int
     reason: str
+    peer_name: str = ""
 
     def line(self) -> str:
         """For a person."""
-        return f"peer {self.peer[-8:]} of stage {self.stage} is lost: {self.reason}"
+        return f"{called(self.peer, self.peer_name)} of stage {self.stage} is lost: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -88,10 +118,11 @@ class PeerDoubted(Event):
     peer: str
     stage: int
     reason: str
+    peer_name: str = ""
 
     def line(self) -> str:
         """For a person."""
-        return f"the link to peer {self.peer[-8:]} of stage {self.stage} broke: {self.reason}"
+        return f"the link to {called(self.peer, self.peer_name)} of stage {self.stage} broke: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -101,6 +132,11 @@ class MoveGranted(Event):
     peer: str
     source: int
     target: int
+    peer_name: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{called(self.peer, self.peer_name)} moves from stage {self.source} to stage {self.target}"
 
 
 @dataclass(frozen=True)
@@ -111,6 +147,12 @@ class MoveRefused(Event):
     source: int
     target: int
     reason: str
+    peer_name: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        who = called(self.peer, self.peer_name)
+        return f"{who} may not move from stage {self.source} to stage {self.target}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -135,6 +177,12 @@ class StagePrepared(Event):
     attempt: int
     seconds: float
     compressed: bool = False  # whether the all-reduce used the run's lossy codec
+
+    def line(self) -> str:
+        """For a person."""
+        how = ", compressed" if self.compressed else ""
+        tries = f" (attempt {self.attempt})"
+        return f"step {self.step}: stage {self.stage} holds its sum after {self.seconds:.3f} s{how}{tries}"
 
 
 @dataclass(frozen=True)
@@ -166,7 +214,8 @@ class StepApplied(Event):
 
     def line(self) -> str:
         """For a person."""
-        return f"step {self.step}: loss {self.loss:.4f}, {self.tokens_per_s:,.0f} tokens/s"
+        validation = f", validation {self.val_loss:.4f}" if self.val_loss is not None else ""
+        return f"step {self.step}: loss {self.loss:.4f}, {self.tokens_per_s:,.0f} tokens/s{validation}"
 
 
 @dataclass(frozen=True)
@@ -176,10 +225,12 @@ class PeerDiverged(Event):
     peer: str
     stage: int
     step: int
+    peer_name: str = ""
 
     def line(self) -> str:
         """For a person."""
-        return f"peer {self.peer[-8:]} of stage {self.stage} differs from its replicas after step {self.step}"
+        who = called(self.peer, self.peer_name)
+        return f"{who} of stage {self.stage} differs from its replicas after step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -241,18 +292,36 @@ class DonorDropped(Event):
 
     def line(self) -> str:
         """For a person."""
-        return f"peer {self.peer[-8:]} is no longer a donor of step {self.step}: {self.reason}"
+        return f"{called(self.peer)} is no longer a donor of step {self.step}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class PeerEnded(Event):
-    """Totals of a peer's life, when it leaves."""
+    """Totals of a peer's stay on a stage, when it leaves; and what it has given since it was started."""
 
     microbatches: int  # finished
     forwards: int  # computed for the first time
     recomputed: int  # forwards recomputed because of the memory limit
     from_ledger: int  # requests answered again from the ledger
     replayed: int  # sent to the next stage again
+    credit: int = 0  # microbatches of the run that count as its own, as its coordinator has said, former lives included
+    credit_tokens: int = 0
+    credit_share: float = 0.0  # of the work of all applied steps, on all stages
+    seconds: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    peer_name: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        if not self.credit:
+            return f"No work came in {show_duration(self.seconds)}. Thank you for being there!"
+        return (
+            f"Thank you{', ' if self.peer_name else ''}{self.peer_name}! You computed {self.credit:,} microbatches "
+            f"({self.credit_tokens:,} tokens), {100 * self.credit_share:.3g} % of the run's work, "
+            f"in {show_duration(self.seconds)}, with {show_size(self.sent_bytes)} sent "
+            f"and {show_size(self.received_bytes)} received."
+        )
 
 
 @dataclass(frozen=True)
@@ -263,7 +332,7 @@ class RunWaits(Event):
 
     def line(self) -> str:
         """For a person."""
-        return f"the run waits: {self.reason} since {clock_time(self.at)}"
+        return f"the run waits: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -273,6 +342,11 @@ class RunEnded(Event):
     reason: str
     checkpoint: str = ""
     val_loss: float | None = None
+
+    def line(self) -> str:
+        """For a person."""
+        validation = f"; validation loss {self.val_loss:.4f}" if self.val_loss is not None else ""
+        return f"{self.reason}{validation}" + (f"; checkpoint {self.checkpoint}" if self.checkpoint else "")
 
 
 @dataclass(frozen=True)
@@ -292,6 +366,11 @@ class StepTimed(Event):
     lease_s: float  # every microbatch through all stages
     reduce_s: float  # the all-reduce of every stage
     apply_s: float  # decision and optimizer
+
+    def line(self) -> str:
+        """For a person."""
+        parts = f"lease {self.lease_s:.2f} s, reduce {self.reduce_s:.2f} s, apply {self.apply_s:.2f} s"
+        return f"step {self.step}: {parts}"
 
 
 @dataclass(frozen=True)
@@ -332,6 +411,9 @@ class StepFollowed(Event):
         """For a person."""
         return f"step {self.step} applied; {self.microbatches} of its microbatches were computed here"
 
+
+# What every step brings, and what concerns those who look for a fault.
+DETAILS = frozenset({StepTimed, StagePrepared, StepFollowed, PeerDoubted, MoveRefused, CallsRerouted})
 
 Sink = Callable[[Event], None]
 

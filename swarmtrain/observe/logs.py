@@ -1,14 +1,13 @@
-"""Where events go: log lines for people, JSON lines for programs, and a file of bounded size in the state directory."""
+"""Where events go: JSON lines for programs, and a file of bounded size in the state directory."""
 
 from __future__ import annotations
 
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import TextIO
 
-from swarmtrain.observe.events import Event, Sink, clock_time
+from swarmtrain.observe.events import Event, Sink
 
 log = logging.getLogger(__name__)
 
@@ -38,20 +37,6 @@ def json_lines(stream: TextIO) -> Sink:
         print(json.dumps(event.as_dict()), file=stream, flush=True)
 
     return write
-
-
-def log_lines(stream: TextIO = sys.stderr) -> Sink:
-    """A sink that writes a line for people, with the time of day."""
-
-    def write(event: Event) -> None:
-        print(f"{clock_time(event.at)} {printable(event.line())}", file=stream, flush=True)
-
-    return write
-
-
-def daemon_log(stream: TextIO = sys.stderr) -> Sink:
-    """A daemon's log: lines for people on a terminal, else JSON lines for a log collector."""
-    return log_lines(stream) if stream.isatty() else json_lines(stream)
 
 
 class EventFile:

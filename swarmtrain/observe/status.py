@@ -29,6 +29,7 @@ from swarmtrain.observe.events import (
 )
 
 MAX_RECENT = 60  # events that are shown
+MAX_MARKS = 20  # steps over which the pace of the run is measured
 MAX_POINTS = 400  # of the loss curve; when it is full, every second point is dropped
 _QUIET = (StepTimed, StepApplied, StagePrepared, StepFollowed)  # every step has them: not shown as news
 _PRIVATE = ("path", "checkpoint")  # paths on the operator's machine are not shown on the page
@@ -71,6 +72,14 @@ class Status:
     num_events: int = 0
     counts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     recent: tuple[tuple[int, Event], ...] = ()  # with their numbers, oldest first
+    marks: tuple[tuple[int, float], ...] = ()  # the last steps and when they were applied, since training last stopped
+
+    def seconds_left(self) -> float | None:
+        """Until the last step, at the pace of the last ones; None while it does not train, or has just begun."""
+        if self.state != "training" or len(self.marks) < 2:
+            return None
+        (first, began), (last, ended) = self.marks[0], self.marks[-1]
+        return max(0.0, (self.num_steps - last) * (ended - began) / (last - first))
 
     def headline(self) -> dict[str, Any]:
         """State and cause, reason, since when, what is next."""
@@ -138,7 +147,10 @@ def _facts(event: Event, status: Status) -> Status:
             point = Point(step, event.at, event.loss, event.tokens_per_s, event.val_loss)
             status = with_point(status, point)
             val_loss = status.val_loss if event.val_loss is None else event.val_loss
-            return replace(status, step=step, last=event, val_loss=val_loss, last_applied_at=event.at)
+            marks = (*status.marks, (step, event.at))[-MAX_MARKS:]
+            return replace(status, step=step, last=event, val_loss=val_loss, last_applied_at=event.at, marks=marks)
+        case RunWaits():
+            return replace(status, marks=())
         case StepFollowed(step=step):
             return replace(status, step=step, last_applied_at=event.at)
         case StepTimed():
@@ -151,7 +163,7 @@ def _facts(event: Event, status: Status) -> Status:
             return replace(status, checkpoint_step=step)
         case RunRolledBack(to_step=step):
             points = tuple(point for point in status.points if point.step <= step)
-            return replace(status, step=step, points=points, last=None)
+            return replace(status, step=step, points=points, last=None, marks=())
         case PeerDiverged():
             return replace(status, diverged=status.diverged + 1)
     return status

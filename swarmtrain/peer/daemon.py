@@ -23,7 +23,7 @@ from swarmtrain.directory.directory import Directory, DirectoryOptions
 from swarmtrain.errors import SwarmtrainError, UsageError
 from swarmtrain.machine import Machine, ThisMachine
 from swarmtrain.observe.control import Command
-from swarmtrain.observe.events import Events, PeerEnded, PhaseReached
+from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.service import peer_routes
 from swarmtrain.p2p.errors import BootstrapError
@@ -108,6 +108,7 @@ class PeerDaemon:
         self.departure = Departure(events)
         self._handlers: dict[type[Message], Callable[[Any, Exchange], Any]] = {}
         self.assignment: Assignment | None = None  # while it hosts a stage
+        self._observer: PeerObserver | None = None
 
     async def run(self) -> None:
         """Join, serve until asked to leave or the run ends, drain, go."""
@@ -120,6 +121,10 @@ class PeerDaemon:
     def leave(self, reason: str) -> None:
         """Drain and go. Safe to call from a signal handler on the loop."""
         self.departure.leave(reason)
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Everything, as plain data; None while it hosts no stage."""
+        return self._observer.snapshot() if self._observer is not None else None
 
     async def _unless_leaving(self, joining: Coroutine[Any, Any, T]) -> T | None:
         """What `joining` comes to; None if this peer is asked to leave before."""
@@ -153,7 +158,7 @@ class PeerDaemon:
         link = CoordinatorLink(options.invite, host, node, directory)
         self._handlers = self._handlers_between_assignments(link)
         manifest = await patience.insist(link.fetch_run, is_over=lambda: link.is_over)
-        self._say_phase("manifest", f"{manifest.run.name} {manifest.digest()[:12]}")
+        self._say_phase("manifest", f"{manifest.run.name} {options.invite.run_id}")
         return _Joined(host, node, directory, link, manifest, limiter, strangers)
 
     async def _start_host(self) -> NetworkHost:
@@ -177,6 +182,7 @@ class PeerDaemon:
             if settled is not None:
                 await self._serve(joined, settled)
             self._handlers, self.assignment = self._handlers_between_assignments(joined.link), None
+            self._observer = None
 
     async def _settle(self, stack: contextlib.AsyncExitStack, joined: _Joined) -> _Settled:
         """The stage: which one, whether it fits, its tensors, and what answers its messages."""
@@ -209,7 +215,9 @@ class PeerDaemon:
         syncing = Syncing(peer, clock, stage, steps, self.events)
         thief, victim = Thief(peer, clock, stage), Victim(peer, clock, stage)
         microbatches = Microbatches(peer, clock, stage, dispatcher, thief, max_queue=options.max_queue)
-        observer = PeerObserver(peer, clock, stage, steps, dispatcher, self.keeper, self.events, joined.limiter)
+        observer = PeerObserver(
+            peer, clock, stage, steps, dispatcher, self.keeper, self.events, joined.limiter, name=options.name
+        )
         await self._serve_control(stack, assignment, observer)
         heartbeats = HeartbeatLoop(
             assignment,
@@ -236,7 +244,7 @@ class PeerDaemon:
             Leave: heartbeats.told_to_leave,
             Resync: heartbeats.told_to_sync,
         }
-        self.assignment = assignment
+        self.assignment, self._observer = assignment, observer
         return _Settled(assignment, heartbeats, announcing, observer, thief)
 
     async def _serve(self, joined: _Joined, settled: _Settled) -> None:
@@ -263,7 +271,7 @@ class PeerDaemon:
                 helper.cancel()
         await settled.heartbeats.say_goodbye()
         await settled.announcing.withdraw(moves=not departure.from_run.is_set())
-        self._say_ended(assignment)
+        self.events.emit(settled.observer.ended())
         if not departure.from_run.is_set():
             assert departure.target is not None
             self._assignment_number = assignment.version + 1
@@ -345,14 +353,6 @@ class PeerDaemon:
 
     def _say_phase(self, phase: str, detail: str) -> None:
         self.events.emit(PhaseReached(phase, detail))
-
-    def _say_ended(self, assignment: Assignment) -> None:
-        counters, jobs = assignment.peer.counters, assignment.stage.jobs
-        self.events.emit(
-            PeerEnded(
-                counters.microbatches, jobs.num_forwards, jobs.num_recomputed, counters.from_ledger, counters.replayed
-            )
-        )
 
 
 class Patience:

@@ -149,7 +149,10 @@ class HeartbeatLoop:
         self._peer.become(PeerState.GONE)
         if self._link.peer_id is not None:
             with contextlib.suppress(NetError):
-                await self._peer.node.call(self._link.peer_id, self._heartbeat(), deadline_s=2.0)
+                coordinator = self._link.peer_id
+                self._peer.verdict = await self._peer.node.call(
+                    coordinator, self._heartbeat(), deadline_s=2.0, expect=Verdict
+                )
 
     async def _show_life(self, coordinator: str) -> None:
         assignment, peer, heartbeat = self._assignment, self._peer, self._heartbeat()
@@ -184,7 +187,7 @@ class HeartbeatLoop:
             if peer.state not in (PeerState.JOINING, PeerState.SYNCING):
                 return  # it was told to leave meanwhile
             assignment.serves()
-            self._events.emit(PhaseReached("serving", f"stage {peer.stage} from step {self._clock.step}"))
+            self._events.emit(PhaseReached("serving", f"stage {peer.stage} from step {self._clock.step + 1} on"))
         elif answer.directive in (Directive.WAIT, Directive.SYNC):
             await self._stop_serving(answer.reason)
         if answer.directive is Directive.SYNC and peer.state is PeerState.SYNCING:

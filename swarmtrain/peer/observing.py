@@ -13,8 +13,9 @@ import torch
 from swarmtrain import world
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.observe.activity import Activity, Cause, PeerFacts, explain
-from swarmtrain.observe.events import ActivityChanged, Events, StepFollowed
+from swarmtrain.observe.events import ActivityChanged, Events, PeerEnded, StepFollowed
 from swarmtrain.observe.keeper import RerouteNews, StatusKeeper
+from swarmtrain.observe.lately import Lately
 from swarmtrain.observe.split import Part
 from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.identity import CONTACT_S, PeerIdentity
@@ -23,7 +24,7 @@ from swarmtrain.peer.step import StepProtocol
 from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.rpc.limits import RateLimiter
 from swarmtrain.units import show_rate, show_size
-from swarmtrain.wire.messages import Verdict
+from swarmtrain.wire.messages import RunProgress, Verdict
 
 WATCH_S = 0.25
 SETTLE_S = 2.0  # short gaps belong to every pipeline: these causes are told when they have held for so long
@@ -44,7 +45,11 @@ class PeerObserver:
         keeper: StatusKeeper,
         events: Events,
         limiter: RateLimiter,
+        *,
+        name: str = "",
     ) -> None:
+        """`name` is what its owner calls the peer."""
+        self._name = name
         self._peer, self._clock, self._stage = peer, clock, stage
         self._steps, self._dispatcher, self._keeper = steps, dispatcher, keeper
         self._events, self._limiter = events, limiter
@@ -55,6 +60,7 @@ class PeerObserver:
         self._step, self._num_done = clock.step, 0
         self._heard, self._answered = peer.verdict, 0
         self._ratios: dict[str, float] = {}
+        self._lately = Lately()
         self._process = psutil.Process(os.getpid())
 
     async def watch(self) -> None:
@@ -72,6 +78,7 @@ class PeerObserver:
         self._stage.split.explain_idle(activity.cause)
         self._tell(activity, facts, now)
         self._note_ratios()
+        self._lately.note("", now, self.spent())
         step = self._clock.step
         if step != self._step:
             done, self._num_done = peer.counters.microbatches - self._num_done, peer.counters.microbatches
@@ -122,7 +129,9 @@ class PeerObserver:
             "now": now,
             "run": peer.run_id,
             "peer": peer.peer_id,
+            "name": self._name,
             "stage": peer.stage,
+            **self._run(),
             "state": peer.state.value,
             "step": clock.step,
             "microbatches": peer.counters.microbatches,
@@ -142,6 +151,7 @@ class PeerObserver:
             "compute_s": {kind.name.lower(): round(times.total_s[kind], 3) for kind in Kind},
             "idle_s": round(times.idle_s, 3),
             "seconds": {**read.parts, "idle": read.idle},
+            "lately": self._lately.shares("", now),
             "wall_s": read.total_s,
             "microbatch_s": {
                 "queue": peer.counters.times.queue_s,
@@ -166,6 +176,50 @@ class PeerObserver:
             "observe_s": self._events.cost.seconds,
             "events": dict(status.counts),
             "traffic": peer.node.traffic().summary(),
+        }
+
+    def ended(self) -> PeerEnded:
+        """What this peer has given, when it leaves its stage."""
+        peer, jobs, credit = self._peer, self._stage.jobs, self.credit()
+        sent, received = (peer.node.traffic().summary()[side]["total_bytes"] for side in ("sent", "received"))
+        return PeerEnded(
+            peer.counters.microbatches,
+            jobs.num_forwards,
+            jobs.num_recomputed,
+            peer.counters.from_ledger,
+            peer.counters.replayed,
+            credit=credit["microbatches"],
+            credit_tokens=credit["tokens"],
+            credit_share=credit["share"],
+            seconds=world.wall() - self._keeper.status.started_at,
+            sent_bytes=sent,
+            received_bytes=received,
+            peer_name=self._name,
+        )
+
+    def credit(self) -> dict[str, Any]:
+        """What the coordinator has counted as this peer's: microbatches, their tokens, the share of the run's work."""
+        manifest, verdict = self._stage.manifest, self._peer.verdict
+        count, step = (verdict.credit, verdict.step) if verdict is not None else (0, 0)
+        whole = step * manifest.batch.microbatches_per_step * manifest.stages.count
+        tokens = manifest.tokens_per_step // manifest.batch.microbatches_per_step
+        return {"microbatches": count, "tokens": count * tokens, "share": min(1.0, count / whole) if whole else 0.0}
+
+    def _run(self) -> dict[str, Any]:
+        """The run as the coordinator has told it, and how long ago."""
+        manifest, verdict = self._stage.manifest, self._peer.verdict
+        told = verdict.progress if verdict is not None else RunProgress()
+        heard_at = self._peer.contact_at
+        return {
+            "run_name": manifest.run.name,
+            "stages": manifest.stages.count,
+            "steps": manifest.schedule.steps,
+            "run_step": verdict.step if verdict is not None else None,
+            "run_loss": told.loss or None,
+            "run_tokens_per_s": told.tokens_per_s or None,
+            "seconds_left": told.left_s or None,
+            "silent_s": asyncio.get_running_loop().time() - heard_at if heard_at else None,
+            "credit": self.credit(),
         }
 
     def spent(self) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ from swarmtrain.wire.field_types import (
     Incarnation,
     MicrobatchIndex,
     PeerId,
+    Rate,
     RunId,
     Seconds,
     StageIndex,
@@ -189,6 +190,15 @@ class Directive(StrEnum):
     LEAVE = "leave"
 
 
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """What a volunteer sees of the run. 0: not known yet."""
+
+    loss: Annotated[float, Range(0.0, 1e9)] = 0.0  # of the last step
+    tokens_per_s: Rate = 0.0  # over the last step
+    left_s: Seconds = 0.0  # until its last step, at the pace of the last ones; while it trains
+
+
 @message(kind="verdict", priority=Priority.CONTROL)
 class Verdict(Message):
     """What the coordinator wants of the peer, and where the run stands. `reason` is for people."""
@@ -202,6 +212,8 @@ class Verdict(Message):
     donors: Annotated[tuple[PeerId, ...], MaxLength(64)]
     empty_stages: Annotated[tuple[StageIndex, ...], MaxLength(MAX_EMPTY_STAGES)] = ()  # the first that lack peers
     is_banned: bool = False  # calls to the peer failed: the coordinator sends it no work for a while
+    progress: RunProgress = RunProgress()
+    credit: Annotated[int, Range(0, 2**53)] = 0  # decided microbatches that count as this peer's, on all its stages
 
 
 @message(kind="fetch_run", priority=Priority.CONTROL)

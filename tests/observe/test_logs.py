@@ -10,21 +10,14 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.observe.events import PeerJoined
-from swarmtrain.observe.logs import EventFile, LogFormatter, daemon_log
+from swarmtrain.observe.logs import EventFile, LogFormatter, json_lines
 
 EVENT = PeerJoined("peer-abcdefgh", 1, 3, at=1.0)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_log_is_for_people_on_a_terminal_and_json_elsewhere() -> None:
-    terminal, pipe = Terminal(), io.StringIO()
-    daemon_log(terminal)(EVENT)
-    daemon_log(pipe)(EVENT)
-    assert terminal.getvalue().endswith(" peer abcdefgh serves stage 1 from step 3\n")
+def test_a_program_reads_one_object_per_event() -> None:
+    pipe = io.StringIO()
+    json_lines(pipe)(EVENT)
     assert json.loads(pipe.getvalue()) == EVENT.as_dict()
 
 

@@ -97,7 +97,7 @@ export function drawPipeline(svg, status) {
       boxes.append(element("rect", { x, y, width: box[0], height: box[1], rx: 7, class: `peer ${peer.doubt ? "doubt" : peer.state}` }));
       boxes.append(element("text", { x: x + 9, y: y + 17, class: "text" }, (peer.name || peer.peer.slice(-8)).slice(0, 16)));
       boxes.append(element("text", { x: x + 9, y: y + 32, class: peer.doubt ? "alarm" : "small" },
-        peer.doubt ? "link broken" : peer.state === "serving" ? `${busy(peer)} computing` : peer.state));
+        peer.doubt ? "link broken" : peer.state === "serving" ? busy(peer) : peer.state));
     });
     if (peers.length > MAX_SHOWN)
       boxes.append(element("text", { x: x + 9, y: top + MAX_SHOWN * gap + 14, class: "small" }, `and ${peers.length - MAX_SHOWN} more`));
@@ -115,7 +115,6 @@ export function drawPipeline(svg, status) {
     `stage ${i}: ${peers.length ? peers.map((peer) => `${peer.name || peer.peer.slice(-8)} ${peer.doubt ? "link broken" : peer.state}`).join(", ") : "nobody"}`).join("; "));
 }
 
-function busy(peer) {
-  const total = Object.values(peer.spent).reduce((sum, value) => sum + value, 0);
-  return total > 0 ? `${((100 * peer.spent.compute) / total).toFixed(0)} %` : "0 %";
+function busy(peer) { // in the last minute
+  return "compute" in peer.lately ? `${(100 * peer.lately.compute).toFixed(0)} % computing` : "serving";
 }

@@ -7,7 +7,7 @@ const TONES = { training: "good", complete: "good", waiting: "warn", starting: "
 const LOUD = { peer_lost: "bad", peer_doubted: "bad", peer_diverged: "bad", run_rolled_back: "bad", run_waits: "warn",
   prepare_failed: "warn", checkpoint_failed: "bad", work_replayed: "warn" };
 const PARTS = ["compute", "reduce", "queue", "wire", "idle"];
-let points = [], past = [], status = null, isConnected = false, isDrawn = true;
+let points = [], status = null, isConnected = false, isDrawn = true;
 
 function clock(seconds) {
   return new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
@@ -45,10 +45,9 @@ function showNumbers() {
   $("step").textContent = `${status.step} / ${status.steps}`;
   $("loss").textContent = last && last.loss !== null ? last.loss.toFixed(4) : "–";
   $("val-loss").textContent = status.val_loss === null ? "–" : status.val_loss.toFixed(4);
-  $("rate").textContent = speed ? short(speed) : "–";
+  $("rate").textContent = speed && status.state !== "waiting" ? short(speed) : "–";
   $("tokens").textContent = short(status.tokens);
-  const left = speed ? ((status.steps - status.step) * status.tokens_per_step) / speed : NaN;
-  $("left").textContent = status.state === "training" ? duration(left) : "–";
+  $("left").textContent = duration(status.seconds_left ?? NaN);
   $("peers").textContent = `${peers.filter((peer) => peer.state === "serving" && !peer.doubt).length} of ${peers.length}`;
   $("checkpoint").textContent = status.checkpoint_step ? `step ${status.checkpoint_step}` : "–";
 }
@@ -59,21 +58,8 @@ function showTime() {
   drawBar($("spent"), $("spent-text"), PARTS.map((name) => [name, spentLately(name)]), false);
 }
 
-function spentLately(name) { // of the peers that were there at the beginning of the minute and have not restarted since
-  const now = past[past.length - 1].spent, before = past[0].spent;
-  let sum = 0;
-  for (const [peer, spent] of now) {
-    const old = past.length > 1 ? before.get(peer) : undefined;
-    if (past.length > 1 && (!old || PARTS.some((part) => spent[part] < old[part]))) continue;
-    sum += spent[name] - (old ? old[name] : 0);
-  }
-  return sum;
-}
-
-function remember() {
-  const spent = new Map(status.stages.flat().filter((peer) => "idle" in peer.spent).map((peer) => [peer.peer, peer.spent]));
-  past.push({ at: status.now, spent });
-  while (past.length > 2 && past[1].at < status.now - 60) past.shift();
+function spentLately(name) {
+  return status.stages.flat().reduce((sum, peer) => sum + (peer.lately[name] || 0), 0);
 }
 
 function showJoin() {
@@ -146,7 +132,7 @@ function listen() {
     draw();
     if (live.readyState === EventSource.CLOSED) setTimeout(listen, 2000);
   };
-  live.addEventListener("status", (message) => { status = JSON.parse(message.data); isConnected = true; remember(); draw(); });
+  live.addEventListener("status", (message) => { status = JSON.parse(message.data); isConnected = true; draw(); });
   live.addEventListener("curve", (message) => { points = JSON.parse(message.data); draw(); });
   live.addEventListener("points", (message) => { points.push(...JSON.parse(message.data)); thin(); draw(); });
   live.addEventListener("happened", (message) => happened(JSON.parse(message.data)));
