@@ -397,7 +397,7 @@ class ActivityChanged(Event):
 
     def line(self) -> str:
         """For a person."""
-        return f"{self.cause.replace('_', ' ')}: {self.reason}" if self.reason else str(self.cause)
+        return f"idle: {self.reason}" if self.reason else str(self.cause)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ SERVING = PeerFacts("serving", stage=1, step=4, has_next=True, next_stage_peers=
         (
             replace(SERVING, is_prepared=True),
             Cause.STEP_END,
-            "its part of step 4 is done; the other stages are not ready",
+            "its part of step 5 is done; the other stages are not ready",
         ),
         (replace(SERVING, next_stage_peers=0), Cause.NEXT_STAGE_EMPTY, "stage 2 has no peers"),
         (replace(SERVING, num_open=3, next_stage_peers=0), Cause.NEXT_STAGE_EMPTY, "stage 2 has no peers"),

@@ -44,7 +44,7 @@ def test_every_event_is_frozen_and_has_a_name_and_a_line() -> None:
         assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
         assert cls.__doc__
     event = PeerJoined("peer-abcdefgh", 1, 3)
-    assert (event.name, event.line()) == ("peer_joined", "peer abcdefgh serves stage 1 from step 3")
+    assert (event.name, event.line()) == ("peer_joined", "peer abcdefgh serves stage 1 from step 4 on")
     with pytest.raises(FrozenInstanceError):
         event.stage = 2  # type: ignore[misc]
 

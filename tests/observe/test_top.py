@@ -27,9 +27,9 @@ from swarmtrain.observe.http import HttpServer, as_json
 
 
 def member(name: str, stage: int, **changes: Any) -> dict[str, Any]:
-    spent = {"compute": 6.0, "reduce": 1.0, "queue": 0.5, "wire": 1.5, "idle": 1.0}
+    lately = {"compute": 0.6, "reduce": 0.1, "queue": 0.05, "wire": 0.15, "idle": 0.1}
     item = {"peer": f"12D3KooW{name:x>8}", "name": name, "stage": stage, "state": "serving", "step": 4, "silent_s": 1.0}
-    item |= {"doubt": "", "microbatches": 12, "forward_ms": 3.0, "backward_ms": 6.0, "spent": spent, "capacity": 1.0}
+    item |= {"doubt": "", "microbatches": 12, "forward_ms": 3.0, "backward_ms": 6.0, "lately": lately, "capacity": 1.0}
     return {**item, **changes}
 
 
@@ -37,6 +37,7 @@ def snapshot(stages: list[list[dict[str, Any]]], **changes: Any) -> dict[str, An
     item: dict[str, Any] = {
         "kind": "coordinator", "name": "nano", "run": "abc", "state": "training", "cause": "training", "reason": "",
         "since": 1.0, "next": "step 5 of 9", "step": 4, "steps": 9, "val_loss": 2.5, "checkpoint_step": 2, "now": 100.0,
+        "seconds_left": 90.0, "last_applied_at": 99.0,
         "last": {"loss": 2.25, "tokens_per_s": 1234.0}, "split": {"lease_s": 0.6, "reduce_s": 0.3, "apply_s": 0.1},
         "stages": stages, "routes": [{"from": "12D3KooWxxxxxfirst"[:16], "to": "y", "share": 1.0}],
         "news": [{"at": 1.0, "line": f"event {number}"} for number in range(60)],
@@ -47,10 +48,10 @@ def snapshot(stages: list[list[dict[str, Any]]], **changes: Any) -> dict[str, An
 TWO = snapshot([[member("first", 0)], [member("second", 1)]])
 
 
-def drawn(now: Any, before: Any, losses: list[float], width: int, height: int) -> list[tuple[str, set[str]]]:
+def drawn(now: Any, losses: list[float], width: int, height: int) -> list[tuple[str, set[str]]]:
     """Every line of the window, and the colours in it."""
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="standard")
-    lines = console.render_lines(frame(now, before, losses, width, height), pad=False)
+    lines = console.render_lines(frame(now, losses, width, height), pad=False)
     colours = [{str(part.style.color.name) for part in line if part.style and part.style.color} for line in lines]
     return [("".join(part.text for part in line), used) for line, used in zip(lines, colours, strict=True)]
 
@@ -60,7 +61,7 @@ def texts(*arguments: Any) -> list[str]:
 
 
 def test_a_frame_has_the_run_its_peers_and_where_the_time_goes() -> None:
-    lines = texts(TWO, TWO, [3.0, 2.5, 2.25], 140, 40)
+    lines = texts(TWO, [3.0, 2.5, 2.25], 140, 40)
     whole = "\n".join(lines)
     for part in (
         "nano  run abc",
@@ -72,22 +73,28 @@ def test_a_frame_has_the_run_its_peers_and_where_the_time_goes() -> None:
     ):
         assert part in whole
     row = next(line for line in lines if "first" in line)
-    assert row.split()[-10:] == ["60", "%", "5", "%", "15", "%", "10", "%", "10", "%"]
+    assert row.split()[-10:] == ["60", "%", "10", "%", "5", "%", "15", "%", "10", "%"]
     assert "event 59" in whole
 
 
-def test_shares_of_time_are_since_the_older_frame() -> None:
-    later = {"compute": 6.0, "reduce": 1.0, "queue": 0.5, "wire": 3.5, "idle": 3.0}
-    now = snapshot([[member("first", 0, spent=later)], [member("second", 1)]])
-    row = next(line for line in texts(now, TWO, [], 140, 40) if "first" in line)
-    assert row.split()[-10::2] == ["0", "0", "50", "0", "50"]
+def test_what_is_old_is_not_shown_as_new() -> None:
+    """A run that waits has no speed; a peer that is silent has no shares of time."""
+    waiting = snapshot(
+        [[member("first", 0, silent_s=9.0)], []],
+        state="waiting", cause="waiting", reason="stage 1 has no peers", seconds_left=None, last_applied_at=20.0,
+    )  # fmt: skip
+    lines = texts(waiting, [], 80, 24)
+    assert not any("tokens/s" in line or " left" in line for line in lines)
+    assert any("last step 80 s ago" in line for line in lines)
+    assert next(line for line in lines if "first" in line).split()[-2:] == ["–", "–"]
+    assert any("1,234 tokens/s" in line and "90 s left" in line for line in texts(TWO, [], 80, 24))
 
 
 def test_trouble_stands_out() -> None:
     bad = snapshot(
         [[member("first", 0, doubt="link broke")], []], state="waiting", cause="waiting", reason="stage 1 has no peers"
     )
-    lines = drawn(bad, bad, [], 120, 40)
+    lines = drawn(bad, [], 120, 40)
     (broken,) = [colours for text, colours in lines if "link broken" in text]
     (empty,) = [colours for text, colours in lines if text.split()[:3] == ["1", "no", "peers"]]
     assert broken == empty == {"red"}
@@ -98,13 +105,13 @@ def test_trouble_stands_out() -> None:
 @pytest.mark.parametrize("height", [5, 12, 24, 60])
 def test_frames_fit_every_window(width: int, height: int) -> None:
     crowd = snapshot([[member(f"p{i}", stage) for i in range(40)] for stage in range(3)])
-    lines = texts(crowd, crowd, [1.0] * 400, width, height)
+    lines = texts(crowd, [1.0] * 400, width, height)
     assert len(lines) <= height
     assert all(cell_len(line) <= width for line in lines)
 
 
-def test_an_80_column_window_shows_every_column_but_the_time_split() -> None:
-    lines = texts(TWO, TWO, [3.0], 80, 24)
+def test_an_80_column_window_shows_the_time_split_in_short() -> None:
+    lines = texts(TWO, [3.0], 80, 24)
     assert next(x for x in lines if "STAGE" in x).split() == [
         "STAGE",
         "PEER",
@@ -112,25 +119,29 @@ def test_an_80_column_window_shows_every_column_but_the_time_split() -> None:
         "STEP",
         "DONE",
         "FWD+BWD",
-        "LAST",
+        "SEEN",
+        "COMPUTE",
+        "IDLE",
     ]
-    assert next(x for x in lines if "first" in x).split() == ["0", "first", "serving", "4", "12", "9.0", "ms", "1", "s"]
+    assert next(x for x in lines if "first" in x).split() == [
+        *("0", "first", "serving", "4", "12", "9.0", "ms", "1", "s", "60", "%", "10", "%"),
+    ]
 
 
 def test_wide_characters_in_names_do_not_move_the_columns() -> None:
     wide = snapshot([[member("日本語の名前のピアです", 0)], [member("plain", 1)]])
-    ends = {cell_len(line[: line.index(" ms")]) for line in texts(wide, wide, [], 80, 24) if " ms" in line}
+    ends = {cell_len(line[: line.index(" ms")]) for line in texts(wide, [], 80, 24) if " ms" in line}
     assert len(ends) == 1
 
 
 def test_names_from_other_machines_cannot_move_the_cursor() -> None:
     evil = snapshot([[member("\x1b[2J\x07evil\n", 0)], [member("‮x", 1)]], reason="\x1b]0;title\x07")
-    assert all(line.isprintable() for line in texts(evil, evil, [], 200, 40))
+    assert all(line.isprintable() for line in texts(evil, [], 200, 40))
 
 
 def test_a_run_that_has_not_begun_can_be_shown() -> None:
     empty = snapshot([[], []], last=None, split=None, val_loss=None, news=[], routes=[], state="waiting")
-    assert any("nothing measured yet" in line for line in texts(empty, empty, [], 80, 24))
+    assert any("nothing measured yet" in line for line in texts(empty, [], 80, 24))
 
 
 def test_sparkline() -> None:

@@ -80,7 +80,7 @@ def test_a_stage_whose_sum_died_with_its_holders_is_prepared_again_before_the_de
         block(swarm, coordinator, other)
         swarm.until(lambda: all_leased(swarm, 2), "a step is about to be prepared")
         last.machine.hangs = True
-        swarm.until(lambda: coordinator.has("stage_prepared", step=2, stage=0), "stage 0 has its sum")
+        swarm.until(lambda: coordinator.has("stage_prepared", step=3, stage=0), "stage 0 has its sum")
         assert coordinator.has("peer_lost", peer=other.peer_id)  # it has no part in that
         block(swarm, coordinator, other, blocked=False)
         swarm.until(lambda: len(list(coordinator.said("peer_joined", peer=other.peer_id))) == 2, "it is back")
@@ -89,7 +89,7 @@ def test_a_stage_whose_sum_died_with_its_holders_is_prepared_again_before_the_de
         swarm.run_for(2.5)  # longer than an answer counts without being asked again
         last.machine.release_device()
         swarm.until(lambda: swarm.step >= 3, "the step is applied")
-        assert len(list(coordinator.said("stage_prepared", step=2, stage=0))) == 2
+        assert len(list(coordinator.said("stage_prepared", step=3, stage=0))) == 2
         assert never_went_back(swarm)
 
 

@@ -47,10 +47,10 @@ def run(num_stages: int, num_steps: int, *more: str) -> tuple[str, ...]:
 
 
 def lost(swarm: SimulatedSwarm) -> list[tuple[str, str]]:
-    """The lost peers and the reasons, without the peers that left at the end."""
+    """The lost peers and the reasons."""
     names = {life.peer_id: life.name for life in swarm.peers}
     found = [event for _, event in swarm.happened("peer_lost") if isinstance(event, PeerLost)]
-    return [(names[event.peer], event.reason) for event in found if event.reason != "it has left"]
+    return [(names[event.peer], event.reason) for event in found]
 
 
 def ends_well(swarm: SimulatedSwarm, *, limit_s: float = 600.0) -> None:

@@ -30,6 +30,7 @@ TIMED = {
     "run_resumes",
     "peer_doubted",  # a link that broke; libp2p's ends a moment later than a process in memory
     "peer_lost",  # silence has its own clock
+    "peer_left",
     "calls_rerouted",  # told at most once a second
     "checkpoint_written",  # beside the training; which ones there are is compared
 }
