@@ -34,27 +34,37 @@ def coordinator(
     steps: StepsOption = None,
     set_: SetOption = None,
     state_dir: Annotated[
-        Path | None, typer.Option(help="Journal, checkpoints and the run's key; the run resumes from it.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Journal, checkpoints and the run's key; the run resumes from it."),
     ] = None,
     listen: Annotated[
-        list[str] | None, typer.Option(help="Multiaddress to listen on; default: all IPv4 addresses, a free port.")
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Multiaddress to listen on; default: all IPv4 addresses, a free port."),
     ] = None,
     announce: Annotated[
-        list[str] | None, typer.Option(help="Multiaddress that peers dial instead, for port forwarding.")
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Multiaddress that peers dial instead, for port forwarding."),
     ] = None,
-    bootstrap: Annotated[list[str] | None, typer.Option(help="Further bootstrap peers.")] = None,
+    bootstrap: Annotated[list[str] | None, typer.Option(metavar="ADDRESS", help="Further bootstrap peers.")] = None,
     min_peers: Annotated[int, number(1, MAX_PEERS, help="Peers to wait for before the first step.")] = 1,
     invite_file: Annotated[
-        Path | None, typer.Option(help="Also write the invite to this file, e.g. for peers in containers.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the invite to this file, e.g. for peers in containers."),
     ] = None,
     page: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Status page, API and metrics; port 0: a free one. `off`: none.")
     ] = "127.0.0.1:0",
     route: Annotated[
-        str, typer.Option(help="Routing policy for stage 0: finish-time, or swarm-latency for comparison.")
+        str,
+        typer.Option(
+            metavar="POLICY", help="Routing policy for stage 0: finish-time, or swarm-latency for comparison."
+        ),
     ] = "finish-time",
     rebalance: Annotated[
-        str, typer.Option(help="Rule by which peers that joined with --stage auto move later: capacity or none.")
+        str,
+        typer.Option(
+            metavar="RULE", help="Rule by which peers that joined with --stage auto move later: capacity or none."
+        ),
     ] = "capacity",
     min_left: Annotated[int, number(1, MAX_SECONDS, help="Fewest peers that a move may leave in a stage.")] = 2,
     min_gain: Annotated[

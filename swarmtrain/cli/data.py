@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmtrain.cli.help import App
 from swarmtrain.cli.numbers import MAX_COUNT, number
 from swarmtrain.cli.options import JsonOption, print_json
 from swarmtrain.terminal import ProgressBar
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_SHARD_TOKENS = 1 << 40
 
-app = typer.Typer(help="Prepare training data.", no_args_is_help=True)
+app = App(help="Prepare training data.", no_args_is_help=True)
 
 
 @app.callback()

@@ -33,10 +33,11 @@ def doctor(
     ] = None,
     gpu: Annotated[int | None, number(0, MAX_GPU, help="Check this CUDA device instead of the CPU.")] = None,
     state_dir: Annotated[
-        Path | None, typer.Option(help="Where the daemon would write; default: the XDG state directory.")
+        Path | None, typer.Option(metavar="DIR", help="Where the daemon would write; default: the XDG state directory.")
     ] = None,
     listen: Annotated[
-        list[str] | None, typer.Option(help="Multiaddress to try; default: all IPv4 addresses, a free port.")
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Multiaddress to try; default: all IPv4 addresses, a free port."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

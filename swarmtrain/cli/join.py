@@ -41,28 +41,36 @@ def join(
     gpu: Annotated[int | None, number(0, MAX_GPU, help="Compute on this CUDA device.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Compute on the CPU (the default without --gpu).")] = False,
     threads: Annotated[int, number(1, MAX_THREADS, help="CPU threads for computing.")] = 1,
-    state_dir: Annotated[Path | None, typer.Option(help="Directory of this peer's identity, sockets and log.")] = None,
-    name: Annotated[str, typer.Option(help="Name of this peer on the run's status page.")] = "",
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of this peer's identity, sockets and log.")
+    ] = None,
+    name: Annotated[str, typer.Option(metavar="NAME", help="What this peer is called wherever it is named.")] = "",
     listen: Annotated[
-        list[str] | None, typer.Option(help="Multiaddress to listen on; default: all IPv4 addresses, a free port.")
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Multiaddress to listen on; default: all IPv4 addresses, a free port."),
     ] = None,
     announce: Annotated[
-        list[str] | None, typer.Option(help="Multiaddress that other peers dial instead, for port forwarding.")
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Multiaddress that other peers dial instead, for port forwarding."),
     ] = None,
     relay: Annotated[
-        list[str] | None, typer.Option(help="Relay through which this peer is reached; default: the run's relays.")
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Relay through which this peer is reached; default: the run's relays."),
     ] = None,
     behind_nat: Annotated[
         bool, typer.Option("--behind-nat", help="This machine cannot be dialled: use a relay.")
     ] = False,
-    max_memory: Annotated[str, typer.Option(help="Memory limit, e.g. 8GB; default: free memory.")] = "",
+    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory limit, e.g. 8GB; default: free memory.")] = "",
     max_samples: Annotated[
-        str, typer.Option(help="Disk space in the state directory for the samples of an AQ-SGD run, per direction.")
+        str,
+        typer.Option(
+            metavar="SIZE", help="Disk space in the state directory for the samples of an AQ-SGD run, per direction."
+        ),
     ] = "1GiB",
-    max_up: Annotated[str, typer.Option(help="Upload cap, e.g. 20mbit; default: none.")] = "",
-    max_down: Annotated[str, typer.Option(help="Download cap, e.g. 100mbit; default: none.")] = "",
+    max_up: Annotated[str, typer.Option(metavar="RATE", help="Upload cap, e.g. 20mbit; default: none.")] = "",
+    max_down: Annotated[str, typer.Option(metavar="RATE", help="Download cap, e.g. 100mbit; default: none.")] = "",
     route: Annotated[
-        str, typer.Option(help="Routing policy: finish-time, or swarm-latency for comparison.")
+        str, typer.Option(metavar="POLICY", help="Routing policy: finish-time, or swarm-latency for comparison.")
     ] = "finish-time",
     drain_timeout: Annotated[
         float, number(0, MAX_SECONDS, help="Seconds for finishing the current step when leaving.")

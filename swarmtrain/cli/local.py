@@ -47,11 +47,13 @@ def local(
     set_: SetOption = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option(help="Directory of the whole swarm; a run in it is resumed. Default: a new directory."),
+        typer.Option(
+            metavar="DIR", help="Directory of the whole swarm; a run in it is resumed. Default: a new directory."
+        ),
     ] = None,
     threads: Annotated[int, number(1, MAX_THREADS, help="Compute threads of each peer.")] = 1,
     kill_every: Annotated[
-        str, typer.Option(help="Kill a peer at this interval, e.g. 15s, and watch the recovery.")
+        str, typer.Option(metavar="TIME", help="Kill a peer at this interval, e.g. 15s, and watch the recovery.")
     ] = "",
     kill_coordinator: Annotated[
         bool, typer.Option("--kill-coordinator", help="With --kill-every: sometimes kill the coordinator instead.")

@@ -11,6 +11,7 @@ import typer
 from swarmtrain import __version__
 from swarmtrain.cli import (
     audit,
+    completion,
     coordinator,
     doctor,
     evaluate,
@@ -27,10 +28,12 @@ from swarmtrain.cli import (
     train,
 )
 from swarmtrain.cli.data import app as data_app
+from swarmtrain.cli.help import App
+from swarmtrain.cli.service import app as service_app
 from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.observe.logs import printable
 
-app = typer.Typer(
+app = App(
     name="swarmtrain",
     help="Train one transformer across volunteers' machines over ordinary internet links.",
     no_args_is_help=True,
@@ -39,8 +42,9 @@ app = typer.Typer(
     context_settings={"auto_envvar_prefix": "SWARMTRAIN", "help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data_app, name="data", help="Turn text into token shards.")
+app.add_typer(service_app, name="service", help="Have systemd start a peer with the machine, and again after a crash.")
 VERBS = (local, coordinator, join, doctor, status, top, audit, train, evaluate, generate, export)
-for verb in (*VERBS, study, manifests, plan, sim):
+for verb in (*VERBS, study, manifests, plan, sim, completion):
     verb.register(app)
 
 
@@ -66,6 +70,7 @@ def root(
 
 def main() -> None:
     """The console script. Exit codes: see docs/errors.md."""
+    completion.prepare()
     try:
         app()
     except SwarmtrainError as error:

@@ -29,7 +29,7 @@ def plan(
         typer.Option(
             "--peers",
             metavar="FILE[=COUNT]",
-            help="Peer profile and number of such machines, as in peers/gaming-gpu.toml=8. May be repeated."
+            help="Peer profile and number of such machines, as in gaming-gpu=8. May be repeated."
             " Default: two gaming GPUs at home per stage.",
         ),
     ] = None,

@@ -52,7 +52,9 @@ def sim(
     ] = None,
     profile: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE[=WEIGHT]", help="Draw machines from peer profiles (peers/*.toml). May be repeated."),
+        typer.Option(
+            metavar="FILE[=WEIGHT]", help="Draw machines from profiles (gaming-gpu, or a file). May be repeated."
+        ),
     ] = None,
     no_churn: Annotated[bool, typer.Option("--no-churn", help="No machine joins or leaves.")] = False,
     mean_life: Annotated[float, number(0.01, MAX_HOURS, help="Mean hours that a machine stays.")] = 2.0,

@@ -14,7 +14,9 @@ from swarmtrain.cli.status_text import status_lines
 from swarmtrain.errors import UsageError
 from swarmtrain.terminal import say
 
-StateDir = Annotated[Path | None, typer.Option(help="The daemon's state directory; default: all on this machine.")]
+StateDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="The daemon's state directory; default: all on this machine.")
+]
 
 
 def register(app: typer.Typer) -> None:

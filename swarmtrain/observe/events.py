@@ -434,3 +434,18 @@ class Events:
         with self.cost:
             for sink in self._sinks:
                 sink(event)
+
+
+def event_from(item: object) -> Event:
+    """The event that `as_dict` was made of; ValueError for anything else."""
+    if not isinstance(item, dict):
+        raise ValueError("not an event")
+    content = dict(item)
+    kind = content.pop("event", "")
+    known = {_in_snake_case(cls.__name__): cls for cls in Event.__subclasses__()}
+    if kind not in known:
+        raise ValueError(f"no event {kind!r:.40}")
+    try:
+        return known[kind](**content)
+    except TypeError as error:
+        raise ValueError(f"another {kind}") from error

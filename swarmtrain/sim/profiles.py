@@ -1,4 +1,4 @@
-"""Peer profiles: TOML files that describe a kind of machine and its connection. `peers/` has some to start from.
+"""Peer profiles: TOML files that describe a kind of machine and its connection. `sim/peers/` has some, known by name.
 
 name = "gaming GPU at home"
 [hardware]  tflops, memory_gb             what training really reaches, not the data sheet
@@ -19,6 +19,7 @@ from swarmtrain.errors import UsageError
 from swarmtrain.sim.scenario import ChurnEvent, PeerSpec
 from swarmtrain.units import MBIT
 
+OWN_PROFILES = Path(__file__).with_name("peers")
 MAX_PROFILE_BYTES = 1 << 16
 MAX_MACHINES = 1_000_000
 ROLES = ("peer", "coordinator")
@@ -106,7 +107,7 @@ def _number(value: object, low: float, high: float, where: str) -> float:
 
 
 def load_profiles(items: list[str]) -> list[tuple[PeerProfile, float]]:
-    """Profiles with a number each, as given on the command line: `FILE` or `FILE=NUMBER` (a count, or a weight)."""
+    """Profiles with a number each, as on the command line: a file or a name, and `=NUMBER` (a count, or a weight)."""
     profiles = []
     for item in items:
         name, separator, text = item.rpartition("=")
@@ -118,8 +119,19 @@ def load_profiles(items: list[str]) -> list[tuple[PeerProfile, float]]:
             raise UsageError(f"{item!r}: after = comes a number, as in {name}=2") from error
         if not 0.0 < number <= MAX_MACHINES:
             raise UsageError(f"{item!r}: the number must be above 0 and at most {MAX_MACHINES}")
-        profiles.append((load_profile(Path(name)), number))
+        profiles.append((load_profile(find_profile(name)), number))
     return profiles
+
+
+def find_profile(text: str) -> Path:
+    """The file that was named, or the profile of that name that comes with swarmtrain, as `gaming-gpu`."""
+    path = Path(text)
+    if path.exists() or path.name != text or path.suffix:
+        return path
+    known = {file.stem: file for file in sorted(OWN_PROFILES.glob("*.toml"))}
+    if text not in known:
+        raise UsageError(f"no peer profile {text[:80]!r}", fix=f"name a file, or one of: {', '.join(known)}")
+    return known[text]
 
 
 def load_mix(items: list[str], stage_tflop: float) -> tuple[PeerSpec, ...]:
@@ -127,7 +139,7 @@ def load_mix(items: list[str], stage_tflop: float) -> tuple[PeerSpec, ...]:
     profiles = load_profiles(items)
     specs = tuple(profile.spec(stage_tflop, weight) for profile, weight in profiles if profile.role == "peer")
     if items and not specs:
-        raise UsageError("none of the profiles is of a peer", fix="add one, as peers/gaming-gpu.toml")
+        raise UsageError("none of the profiles is of a peer", fix="add one, as gaming-gpu")
     return specs
 
 
@@ -153,7 +165,7 @@ def load_trace(path: Path) -> tuple[ChurnEvent, ...]:
     return tuple(sorted(events, key=lambda event: event.time_s))
 
 
-# What `plan` assumes when it is told nothing; the same as peers/gaming-gpu.toml.
+# What `plan` assumes when it is told nothing; the same as gaming-gpu.
 GAMING_GPU = PeerProfile(
     name="gaming GPU at home",
     tflops=30.0,

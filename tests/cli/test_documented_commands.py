@@ -16,7 +16,7 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "docker" / "README.md", *sorted(
 ROOT: Any = get_command(app)
 COMMAND = re.compile(r"(?<![\w./-])(?:swarmtrain|scripts/demo|scripts/sim)(?= [a-z-])[^`\n]*")
 SCRIPTS = {"scripts/demo": "local", "scripts/sim": "sim"}  # and the verb that they run
-END = re.compile(r"\s#|[>&;]|\s\|\s|\)")
+END = re.compile(r"\s#|\s--\s|[>&;]|\s\|\s|\)")
 
 
 def commands(text: str) -> list[str]:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from swarmtrain.sim.profiles import OWN_PROFILES
+
 from .programs import assert_one_line, call, run
 
-PEERS = Path(__file__).parents[2] / "peers"
+PEERS = OWN_PROFILES
 SHORT = ("--minutes", 6, "--warmup", 2, "--peers", 12, "--stages", 3)
 
 

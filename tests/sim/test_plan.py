@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,12 +13,12 @@ from swarmtrain.model.workload import StageWork, Workload, workload_of
 from swarmtrain.run.presets import resolve_manifest
 from swarmtrain.sim.advice import advice
 from swarmtrain.sim.plan import default_profile, forecast
-from swarmtrain.sim.profiles import GAMING_GPU, PeerProfile, load_profile
+from swarmtrain.sim.profiles import GAMING_GPU, OWN_PROFILES, PeerProfile, load_profile
 from swarmtrain.sim.run import simulate
 from swarmtrain.sim.scenario import Scenario
 from swarmtrain.sim.settings import with_workload
 
-PEERS = Path(__file__).parents[2] / "peers"
+PEERS = OWN_PROFILES
 MACHINE = replace(GAMING_GPU, tflops=10.0, memory_gb=10.0, up_mbit=800.0, down_mbit=800.0)
 
 
