@@ -22,8 +22,20 @@ from swarmtrain.cli.options import (
     state_home,
 )
 from swarmtrain.errors import UsageError
+from swarmtrain.observe.events import (
+    CheckpointWritten,
+    PeerJoined,
+    PeerLeft,
+    PeerLost,
+    PhaseReached,
+    RunEnded,
+    RunResumes,
+    RunWaits,
+    StepApplied,
+    event_from,
+)
 from swarmtrain.terminal import ProgressBar, on_terminal
-from swarmtrain.units import parse_duration
+from swarmtrain.units import parse_duration, show_duration
 
 if TYPE_CHECKING:
     from swarmtrain.local import LocalSwarm
@@ -116,44 +128,46 @@ class _Json:
 
 
 class _Text:
-    """Steps as a bar, or a line per ten where no bar is drawn; a line for everything else that happens."""
+    """Steps as a bar, or a line per ten where no bar is drawn; a line for everything else that is worth one."""
 
     def __init__(self, num_steps: int, bar: ProgressBar) -> None:
         self.num_steps, self._bar = num_steps, bar
         self.serving: dict[str, int] = {}
+        self._has_begun = False
 
     def event(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "step_applied":
-            self._step(event)
-        elif kind == "phase_reached" and event["phase"] == "page":
-            self._bar.keep(f"watch it: {event['detail']}")
-        elif kind == "peer_joined":
-            self.serving[event["peer"]] = event["stage"]
-            self._bar.keep(f"peer {event['peer'][-6:]} serves stage {event['stage']}")
-        elif kind == "peer_lost":
-            self.serving.pop(event["peer"], None)
-            self._bar.keep(f"peer {event['peer'][-6:]} of stage {event['stage']} lost: {event['reason']}")
-        elif kind == "killed":
+        if event["event"] == "killed":
             self._bar.keep(f"killed {event['victim']}" + (f" of stage {event['stage']}" if event["stage"] >= 0 else ""))
-        elif kind == "work_replayed":
-            count, stage = event["microbatches"], event["stage"]
-            self._bar.keep(f"step {event['step']}: {count} microbatches replayed for stage {stage}")
-        elif kind in ("run_waits", "run_rolled_back", "prepare_failed", "peer_diverged", "checkpoint_failed"):
-            details = [f"{key} {value}" for key, value in event.items() if key not in ("event", "at", "from", "reason")]
-            details += [event["reason"]] if event.get("reason") else []
-            self._bar.keep(f"{kind.replace('_', ' ')}: {', '.join(details)}")
+        if event["from"] != "coordinator":
+            return
+        match happened := event_from({key: value for key, value in event.items() if key != "from"}):
+            case StepApplied():
+                self._step(event)
+            case PhaseReached(phase="page", detail=url):
+                self._bar.keep(f"watch it: {url}")
+            case PhaseReached() | PeerLeft() | RunEnded() | CheckpointWritten():
+                return  # what every run brings
+            case RunWaits() | RunResumes() if not self._has_begun:
+                return  # peers are still starting
+            case _ if not happened.is_detail:
+                self._bar.keep(happened.line())
+        if isinstance(happened, PeerJoined):
+            self.serving[happened.peer] = happened.stage
+        elif isinstance(happened, PeerLost):
+            self.serving.pop(happened.peer, None)
 
     def _step(self, event: dict[str, Any]) -> None:
+        self._has_begun = True
         left = (self.num_steps - event["step"]) * event["tokens"] / event["step"] / event["tokens_per_s"]
         stages = list(self.serving.values())
         counts = "-".join(str(stages.count(stage)) for stage in range(max(stages, default=-1) + 1))
-        line = (
-            f"step {event['step']:>5}/{self.num_steps}  loss {event['loss']:7.4f}  "
-            f"{event['tokens_per_s']:8,.0f} tokens/s  peers by stage {counts}  {left:4.0f} s left"
-        )
+        parts = [f"step {event['step']:>5}/{self.num_steps}", f"loss {event['loss']:7.4f}"]
+        parts += [f"{event['tokens_per_s']:,.0f} tokens/s", f"peers {counts}"]
         if event.get("val_loss") is not None:
-            line += f"  validation {event['val_loss']:.4f}"
+            parts.append(f"validation {event['val_loss']:.4f}")
+        elif left > 0:
+            parts.append(f"{show_duration(left)} left")
+        line = "  ".join(parts)
         is_noted = event["step"] % 10 == 0 or event["step"] == 1
         if event.get("val_loss") is not None or (is_noted and not on_terminal()):
             self._bar.keep(line)

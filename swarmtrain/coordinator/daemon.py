@@ -361,16 +361,23 @@ class CoordinatorDaemon:
     async def _say_goodbye(self, directory: Directory, host: NetworkHost) -> None:
         """Tell all peers that the run is complete, including those between two stages.
 
-        Wait for peers that were lost a moment ago: one that is alive calls, and later no process could tell it.
+        Wait for their goodbyes, whose answers say what counts as theirs, and for peers that were lost a moment ago: one
+        that is alive calls, and later no process could tell it.
         """
         if not self.context.is_over:
             return
         await self._announce_once(directory, host)
         message = Leave(self.context.run_id, self.context.term, "the run is complete")
+        told: set[str] = set()
+
+        def all_gone() -> bool:
+            here = {member.peer_id for member in self.context.members.all()}
+            return not self.context.lately_missed and not told & here
 
         async def tell(peer_id: str) -> None:
             try:
                 await self.context.node.call(peer_id, message, deadline_s=5.0, expect=Acknowledged)
+                told.add(peer_id)
             except NetError:
                 self.context.missed(peer_id)
 
@@ -378,7 +385,7 @@ class CoordinatorDaemon:
         await asyncio.gather(*map(tell, dict.fromkeys([*members, *self.moves.on_their_way()])))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                await self.context.wait_for(lambda: not self.context.lately_missed)
+                await self.context.wait_for(all_gone)
 
     async def _control(self, stack: contextlib.AsyncExitStack) -> None:
         commands = {"status": self._status, "stop": self._stop_asked}
