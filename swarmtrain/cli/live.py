@@ -43,6 +43,7 @@ class LiveView:
         """A sink of events."""
         if isinstance(event, PeerEnded):
             self._thanks = event
+            return
         text = self._line(event) or (event.line() if self._all_events else "")
         for number, part in enumerate(text.split("\n")):
             if part:

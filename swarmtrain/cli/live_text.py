@@ -16,7 +16,6 @@ from swarmtrain.observe.activity import Cause
 from swarmtrain.observe.events import (
     ActivityChanged,
     Event,
-    PeerEnded,
     PhaseReached,
     StepApplied,
     SyncProgress,
@@ -75,7 +74,7 @@ def peer_line(event: Event, name: str) -> str:
             return f"{phase}: {detail}" if detail else phase
         case ActivityChanged(cause=cause) if cause in _TROUBLE:
             return event.line()
-        case ActivityChanged() | SyncProgress() | PeerEnded():
+        case ActivityChanged() | SyncProgress():
             return ""  # shown below; a peer that ends is thanked last
     return "" if event.is_detail else event.line()
 
@@ -92,7 +91,7 @@ def run_frame(now: Snapshot, width: int, height: int) -> Group:
     lines: list[RenderableType] = [
         Text("─" * width, FAINT, no_wrap=True),
         line(f"{now['name']}  run {now['run']}  {why(now)}{following}", style),
-        line("  ".join([_bar(now["step"], now["steps"]), *run_figures(now)]), TITLE),
+        line(f"{_bar(now['step'], now['steps'])} " + "  ".join(run_figures(now)), TITLE),
     ]
     room = min(MAX_TABLE, height - len(lines) - _SPARE)
     if room > 1:
@@ -108,7 +107,7 @@ def peer_frame(now: Snapshot, width: int, height: int) -> Group:
         Text("─" * width, FAINT, no_wrap=True),
         line(f"stage {now['stage']} of {now['run_name']}: {why(now)}", GOOD if is_busy else WARNING),
         line(
-            "run   " + "  ".join([_bar(now["step"], now["steps"]), *told_figures(now)]), WARNING if is_stale else TITLE
+            f"run   {_bar(now['step'], now['steps'])} " + "  ".join(told_figures(now)), WARNING if is_stale else TITLE
         ),
         line(f"you   {given(now)}"),
         line(f"      {spent_here(now)}"),
@@ -118,4 +117,4 @@ def peer_frame(now: Snapshot, width: int, height: int) -> Group:
 
 def _bar(done: int, total: int) -> str:
     filled = BAR_WIDTH * min(done, total) // max(1, total)
-    return f"{'━' * filled}{'╌' * (BAR_WIDTH - filled)} step {done}/{total}"
+    return f"{'━' * filled}{'╌' * (BAR_WIDTH - filled)}"

@@ -36,8 +36,11 @@ def why(snapshot: Snapshot) -> str:
 
 
 def run_figures(now: Snapshot) -> list[str]:
-    """Of a coordinator: loss, speed, what is left, and how old that is. A run that waits has no speed."""
-    last, figures = now["last"], []
+    """Of a coordinator: step, how old that is, loss, speed, what is left. A run that waits has no speed."""
+    last, figures = now["last"], [f"step {now['step']}/{now['steps']}"]
+    age_s = now["now"] - now["last_applied_at"] if now["last_applied_at"] else 0.0
+    if age_s > STALE_S:
+        figures[0] += f", {show_duration(age_s)} ago"
     if last:
         figures.append(f"loss {last['loss']:.4f}")
     if now["val_loss"] is not None:
@@ -46,24 +49,20 @@ def run_figures(now: Snapshot) -> list[str]:
         figures.append(f"{last['tokens_per_s']:,.0f} tokens/s")
     if now["seconds_left"]:
         figures.append(f"{show_duration(now['seconds_left'])} left")
-    age_s = now["now"] - now["last_applied_at"] if now["last_applied_at"] else 0.0
-    if age_s > STALE_S:
-        figures.append(f"last step {show_duration(age_s)} ago")
     return figures
 
 
 def told_figures(peer: Snapshot) -> list[str]:
     """The same of the run, as a peer was told by its coordinator."""
-    figures = []
+    figures, silent_s = [f"step {peer['step']}/{peer['steps']}"], peer["silent_s"]
+    if silent_s is not None and silent_s > STALE_S:
+        figures[0] += f", as of {show_duration(silent_s)} ago"
     if peer["run_loss"] is not None:
         figures.append(f"loss {peer['run_loss']:.4f}")
     if peer["run_tokens_per_s"]:
         figures.append(f"{peer['run_tokens_per_s']:,.0f} tokens/s")
     if peer["seconds_left"]:
         figures.append(f"{show_duration(peer['seconds_left'])} left")
-    silent_s = peer["silent_s"]
-    if silent_s is not None and silent_s > STALE_S:
-        figures.append(f"as of {show_duration(silent_s)} ago")
     return figures
 
 
@@ -90,7 +89,7 @@ def _run(snapshot: Snapshot) -> list[str]:
     lines = [f"coordinator of {snapshot['name']}, run {snapshot['run']}: {why(snapshot)}"]
     if snapshot["next"]:
         lines.append(f"  next: {snapshot['next']}")
-    lines.append("  " + "  ".join([f"step {snapshot['step']}/{snapshot['steps']}", *run_figures(snapshot)]))
+    lines.append("  " + "  ".join(run_figures(snapshot)))
     for stage, peers in enumerate(snapshot["stages"]):
         names = ", ".join(f"{called(peer['peer'], peer['name'])} {_state(peer)}" for peer in peers) or "no peers"
         lines.append(f"  stage {stage}: {names}")
@@ -109,7 +108,7 @@ def _peer(snapshot: Snapshot) -> list[str]:
     lines = [f"{who} of {snapshot['run_name']}, run {snapshot['run']}: stage {snapshot['stage']}, {why(snapshot)}"]
     if snapshot["next"]:
         lines.append(f"  next: {snapshot['next']}")
-    lines.append("  " + "  ".join([f"run: step {snapshot['step']}/{snapshot['steps']}", *told_figures(snapshot)]))
+    lines.append("  " + "run: " + "  ".join(told_figures(snapshot)))
     lines.append(f"  given: {given(snapshot)}")
     lines.append(f"  here: {spent_here(snapshot)}, {show_size(snapshot['memory_bytes'])} of memory")
     if snapshot["lately"]:

@@ -60,7 +60,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def _head(now: Snapshot, losses: Sequence[float], width: int) -> list[RenderableType]:
     style = {"training": GOOD, "complete": GOOD}.get(now["state"], WARNING)
-    numbers = [f"step {now['step']}/{now['steps']}", *run_figures(now)]
+    numbers = run_figures(now)
     if now["checkpoint_step"]:
         numbers.append(f"checkpoint {now['checkpoint_step']}")
     bars = sparkline(losses, min(60, width - 6))

@@ -85,7 +85,7 @@ def test_what_is_old_is_not_shown_as_new() -> None:
     )  # fmt: skip
     lines = texts(waiting, [], 80, 24)
     assert not any("tokens/s" in line or " left" in line for line in lines)
-    assert any("last step 80 s ago" in line for line in lines)
+    assert any("step 4/9, 80 s ago" in line for line in lines)
     assert next(line for line in lines if "first" in line).split()[-2:] == ["–", "–"]
     assert any("1,234 tokens/s" in line and "90 s left" in line for line in texts(TWO, [], 80, 24))
 
