@@ -153,6 +153,7 @@ class LocalSwarm:
             raise StorageError(f"cannot write {path}: {error.strerror}", fix="choose another --state-dir") from error
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # a folder named swarmtrain here is not the program
             "-m",
             "swarmtrain",
             *arguments,

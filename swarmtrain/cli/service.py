@@ -74,7 +74,7 @@ def install(
     place = Place(checked_name(unit), system, root)
     chosen = _join_options(given)
     item = Service(
-        command=(_python(is_system=system), "-m", "swarmtrain", "join", text, *_state_dir(place), *given),
+        command=(_python(is_system=system), "-P", "-m", "swarmtrain", "join", text, *_state_dir(place), *given),
         run=parse_invite(text).run_id,
         is_system=system,
         drain_s=chosen["drain_timeout"],

@@ -63,7 +63,7 @@ def test_installing_writes_a_unit_that_starts_with_the_machine_and_uninstalling_
     path, unit = unit_of(root)
     (link,) = root.rglob("*.wants/swarmtrain.service")
     assert link.resolve() == path.resolve()
-    assert command_in(unit)[1:5] == ["-m", "swarmtrain", "join", INVITE.text()]
+    assert command_in(unit)[1:6] == ["-P", "-m", "swarmtrain", "join", INVITE.text()]
     assert command_in(unit)[-6:] == list(options)
     for line in ("Restart=on-failure", "KillMode=mixed", "TimeoutStopSec=120", "NoNewPrivileges=yes", "Nice=10"):
         assert line in unit.splitlines()
@@ -171,8 +171,15 @@ def test_the_command_of_the_unit_runs(tmp_path: Path) -> None:
     done = call("service", "install", INVITE.text(), "--root", tmp_path, "--", "--listen", "/ip4/127.0.0.1/tcp/0")
     assert done.code == 0
     command = command_in(unit_of(tmp_path)[1])
+    folder = tmp_path / "state"  # a directory of runs is no program
+    (folder / "swarmtrain").mkdir(parents=True)
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment(), **os.environ}
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment(), **os.environ},
     ) as peer:
         assert peer.stdout is not None
         first = readable(peer.stdout.readline().strip())
