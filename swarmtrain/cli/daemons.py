@@ -20,6 +20,8 @@ from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.observe.events import Events
 from swarmtrain.observe.logs import EventFile, LogFormatter, json_lines
 
+log = logging.getLogger(__name__)
+
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 DIE_WITH_PARENT = "SWARMTRAIN_DIE_WITH_PARENT"
@@ -79,7 +81,9 @@ def run_daemon(
         finally:
             if drawing is not None:
                 drawing.cancel()
-                await asyncio.gather(drawing, return_exceptions=True)
+                (failure,) = await asyncio.gather(drawing, return_exceptions=True)
+                if isinstance(failure, Exception):
+                    log.error("the terminal could not be drawn", exc_info=failure)
         if view is not None:
             view.thank()
 

@@ -85,10 +85,16 @@ def install(
     place.check_own()
     if place.is_live and not system:
         item = replace(item, lingers=place.linger())
+    is_new = not place.path.exists()
     place.write(item)
-    place.systemctl("daemon-reload")
-    place.systemctl("enable", item.file)
-    place.systemctl("restart", item.file)
+    try:
+        place.systemctl("daemon-reload")
+        place.systemctl("enable", item.file)
+        place.systemctl("restart", item.file)
+    except ServiceError:
+        if is_new:
+            place.remove(with_state=False)
+        raise
     place.link(item)
     print(f"installed {place.path}" + ("" if not place.is_live else " and started it"))
     if place.is_live:

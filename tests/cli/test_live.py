@@ -31,6 +31,7 @@ from swarmtrain.observe.events import (
 )
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.presets import preset
+from swarmtrain.terminal import folded
 
 RUN = preset("nano", ["schedule.steps=30", "stages.count=2"])
 EVIL = "\x1b[2J\x07evil\n‮"
@@ -156,6 +157,14 @@ def test_old_figures_are_marked() -> None:
     assert "step 4/30, 60 s ago" in shown
     assert "tokens/s" not in shown
     assert "tokens/s" not in "\n".join(status_lines(waits))
+
+
+def test_status_fits_80_columns_but_for_the_invite() -> None:
+    crowd = coordinator(stages=[[member(f"volunteer{i}", 0) for i in range(12)], []])
+    for line in [*status_lines(crowd), *status_lines(peer(cause="no_lease", reason="no work has come: " + "x " * 40))]:
+        assert all(cell_len(part) <= 80 for part in folded(line, 80, indent="    ").splitlines())
+    (invite,) = [line for line in status_lines(coordinator(invite="st1-" + "x" * 200)) if "join with" in line]
+    assert folded(invite, 80, indent="    ") == invite  # it is there to be copied
 
 
 def test_names_and_reasons_cannot_move_the_cursor() -> None:

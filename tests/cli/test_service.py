@@ -217,6 +217,18 @@ def test_systemd_is_told_what_happens_and_lingering_ends_with_the_service(tmp_pa
     assert not state.exists()
 
 
+def test_what_systemd_refuses_leaves_nothing_behind(tmp_path: Path, home: Path) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    fake(programs, "systemctl", "echo System has not been booted with systemd >&2; exit 1")
+    fake(programs, "loginctl", "[ $1 = show-user ] && echo yes; true")
+    with mock.patch.dict(os.environ, {"PATH": f"{programs}:{os.environ['PATH']}"}):
+        done = call("service", "install", INVITE.text())
+    assert done.code == 5
+    assert "System has not been booted with systemd" in done.err
+    assert files(home) == []
+
+
 def test_without_systemd_the_answer_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     done = call("service", "install", INVITE.text())
