@@ -94,6 +94,7 @@ def install(
     except ServiceError:
         if is_new:
             place.remove(with_state=False)
+            place.end_lingering(item.lingers)
         raise
     place.link(item)
     print(f"installed {place.path}" + ("" if not place.is_live else " and started it"))
@@ -176,8 +177,7 @@ def uninstall(
     if place.is_live:
         with contextlib.suppress(ServiceError):  # it is an error if there is nothing to forget
             place.systemctl("reset-failed", f"{unit}.service")
-        if has_lingered:
-            _call(["loginctl", "disable-linger", getpass.getuser()])
+        place.end_lingering(has_lingered)
     print(f"removed {place.path}")
 
 
@@ -277,6 +277,11 @@ class Place:
             return self.path.exists() and LINGER in self.path.read_text()
         _call(["loginctl", "enable-linger", user])
         return True
+
+    def end_lingering(self, is_ours: bool) -> None:
+        """As it was before, if this service has changed it."""
+        if is_ours:
+            _call(["loginctl", "disable-linger", getpass.getuser()])
 
     def facts(self) -> dict[str, str]:
         """What systemd knows of the unit."""

@@ -221,11 +221,12 @@ def test_what_systemd_refuses_leaves_nothing_behind(tmp_path: Path, home: Path) 
     programs = tmp_path / "programs"
     programs.mkdir()
     fake(programs, "systemctl", "echo System has not been booted with systemd >&2; exit 1")
-    fake(programs, "loginctl", "[ $1 = show-user ] && echo yes; true")
+    fake(programs, "loginctl", "[ $1 = show-user ] && echo no; true")
     with mock.patch.dict(os.environ, {"PATH": f"{programs}:{os.environ['PATH']}"}):
         done = call("service", "install", INVITE.text())
     assert done.code == 5
     assert "System has not been booted with systemd" in done.err
+    assert "disable-linger" in (programs / "called").read_text()
     assert files(home) == []
 
 

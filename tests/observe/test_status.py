@@ -117,6 +117,23 @@ def test_news_are_bounded_numbered_and_without_what_every_step_brings() -> None:
     assert dict(status.counts) == {"peer_joined": 200, "step_applied": 49}
 
 
+def test_what_is_left_is_told_at_the_pace_of_the_last_steps_and_not_while_the_run_waits() -> None:
+    status = after(RunResumes(at=0.0), step(1, at=10.0))
+    assert status.seconds_left() is None  # one step has no pace
+    status = apply(step(3, at=30.0), apply(step(2, at=20.0), status))
+    assert status.seconds_left() == pytest.approx(97 * 10.0)
+    slower = status
+    for number in range(4, 40):
+        slower = apply(step(number, at=30.0 + 20.0 * (number - 3)), slower)
+    assert slower.seconds_left() == pytest.approx(61 * 20.0)  # steps long ago do not count
+    waiting = apply(RunWaits("stage 2 has no peers", at=31.0), status)
+    assert waiting.seconds_left() is None
+    again = apply(step(5, at=1010.0), apply(step(4, at=1000.0), apply(RunResumes(at=990.0), waiting)))
+    assert again.seconds_left() == pytest.approx(95 * 10.0)  # nor does the pause
+    assert apply(RunRolledBack(1, 5, 2), again).seconds_left() is None
+    assert after(RunResumes(at=0.0), step(99, at=10.0), step(100, at=20.0)).seconds_left() == 0.0
+
+
 def test_numbers_that_events_carry_are_kept() -> None:
     status = after(step(1, val_loss=3.5), step(2), CheckpointWritten(2, "x"), PeerDiverged("p", 0, 2))
     assert (status.val_loss, status.checkpoint_step, status.diverged) == (3.5, 2, 1)
