@@ -124,3 +124,6 @@ def coordinator(
     view = LiveView(sys.stdout, line, run_frame, all_events=events) if sys.stdout.isatty() and not as_json else None
     with remember_coordinator(directory):
         run_daemon(make, CoordinatorDaemon.stop, view=view, state_dir=directory)
+    status = daemons[0].keeper.status
+    if view is not None and status.state != "complete":
+        view.keep(f"stopped after step {status.step}; the peers keep their states and wait for the same command again")

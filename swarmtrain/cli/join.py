@@ -149,7 +149,7 @@ def join(
 
     view = LiveView(sys.stdout, line, peer_frame, all_events=events) if sys.stdout.isatty() and not as_json else None
     with remember_peer(directory):
-        run_daemon(make, lambda daemon: daemon.leave("asked by a signal"), view=view, state_dir=directory)
+        run_daemon(make, lambda daemon: daemon.leave("asked to stop"), view=view, state_dir=directory)
 
 
 def _stage(text: str) -> tuple[int, bool]:

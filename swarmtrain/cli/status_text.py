@@ -55,10 +55,13 @@ def run_figures(now: Snapshot) -> list[str]:
 def told_figures(peer: Snapshot) -> list[str]:
     """The same of the run, as a peer was told by its coordinator."""
     figures, silent_s = [f"step {peer['step']}/{peer['steps']}"], peer["silent_s"]
-    if silent_s is not None and silent_s > STALE_S:
+    is_old = silent_s is not None and silent_s > STALE_S
+    if is_old:
         figures[0] += f", as of {show_duration(silent_s)} ago"
     if peer["run_loss"] is not None:
         figures.append(f"loss {peer['run_loss']:.4f}")
+    if is_old:
+        return figures
     if peer["run_tokens_per_s"]:
         figures.append(f"{peer['run_tokens_per_s']:,.0f} tokens/s")
     if peer["seconds_left"]:
