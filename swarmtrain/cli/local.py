@@ -18,6 +18,7 @@ from swarmtrain.cli.options import (
     StepsOption,
     lock_directory,
     manifest_from,
+    preset_names,
     print_json,
     state_home,
 )
@@ -50,7 +51,9 @@ def register(app: typer.Typer) -> None:
 
 
 def local(
-    manifest: Annotated[str, typer.Argument(metavar="PRESET|MANIFEST", help="What to train.")] = "nano",
+    manifest: Annotated[
+        str, typer.Argument(metavar="PRESET|MANIFEST", help="What to train.", autocompletion=preset_names)
+    ] = "nano",
     stages: Annotated[int | None, number(1, MAX_STAGES, help="Shorthand for --set stages.count=N.")] = None,
     peers: Annotated[
         int | None, number(1, MAX_PROCESSES, help="Peers in all; default: one per stage and two more.")

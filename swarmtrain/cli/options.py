@@ -12,10 +12,21 @@ import typer
 from swarmtrain.cli.numbers import MAX_COUNT, MAX_THREADS, number
 from swarmtrain.errors import UsageError
 from swarmtrain.run.manifest import Manifest
-from swarmtrain.run.presets import resolve_manifest
+from swarmtrain.run.presets import PRESETS, resolve_manifest
+
+
+def preset_names(incomplete: str) -> list[str]:
+    """For a shell that completes; where no preset fits, it offers files."""
+    return [name for name in PRESETS if name.startswith(incomplete)]
+
 
 ManifestArgument = Annotated[
-    str, typer.Argument(metavar="PRESET|MANIFEST", help="A preset's name (see `swarmtrain presets`) or a TOML file.")
+    str,
+    typer.Argument(
+        metavar="PRESET|MANIFEST",
+        help="A preset's name (see `swarmtrain presets`) or a TOML file.",
+        autocompletion=preset_names,
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,

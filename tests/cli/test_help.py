@@ -107,6 +107,9 @@ def test_completion_prints_a_script_that_asks_the_program(shell: Shell) -> None:
     ("typed", "wanted"),
     [
         ("swarmtrain jo", {"join"}),
+        ("swarmtrain train na", {"nano"}),
+        ("swarmtrain local llama-1b", {"llama-1b"}),
+        ("swarmtrain completion f", {"fish"}),
         ("swarmtrain join --max-", {"--max-memory", "--max-samples", "--max-up", "--max-down"}),
     ],
 )
