@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from swarmtrain import world
 from swarmtrain.coordinator.books import ReplayPlan, StepBooks
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.errors import DivergedError
@@ -61,13 +62,13 @@ class Leases:
             stepwise(initial=MIN_IN_FLIGHT, maximum=context.manifest.batch.microbatches_per_step)
         )
         self._num_under_way = 0
-        self._idle_since = asyncio.get_running_loop().time()
+        self._idle_since = world.monotonic()
         self.newest = -1  # the state that peers have: steps that need a later one are not leased yet
 
     @property
     def idle_s(self) -> float:
         """For how long no microbatch has been under way."""
-        return 0.0 if self._num_under_way else asyncio.get_running_loop().time() - self._idle_since
+        return 0.0 if self._num_under_way else world.monotonic() - self._idle_since
 
     async def allow(self, newest: int) -> None:
         """Peers of all stages have applied `newest` steps: steps that compute with that state may be leased."""
@@ -135,7 +136,7 @@ class Leases:
             done = await self._call(self._work(step, microbatch, tokens, hints=hints))
         finally:
             self._num_under_way -= 1
-            self._idle_since = loop.time()
+            self._idle_since = world.monotonic()
         delay_s = loop.time() - started
         self._in_flight.finished(delay_s, min(done.waited_s, delay_s))
         await self._record(microbatch, done, books)

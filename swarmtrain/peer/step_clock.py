@@ -57,7 +57,7 @@ class StepClock:
     def is_full(self, step: int) -> bool:
         """Whether a step's ledger holds all that it may. Each has its share, so a later step never blocks replays."""
         share = self.max_ledger_bytes // (self.manifest.schedule.delay + 1)
-        return step in self._ledgers and self._ledgers[step].num_bytes() > share
+        return self._ledgers.get(step, Ledger(step)).num_bytes() > share
 
     def is_open(self, step: int) -> bool:
         """Whether microbatches of `step` are computed now: the weights that they see are here."""

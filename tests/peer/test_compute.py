@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.peer.compute import ComputeThread, Kind, Stopped, Withdrawn
+from swarmtrain.peer.compute import ComputeThread, Key, Kind, Stopped, Withdrawn
 
 
 def with_thread(main: Callable[[ComputeThread], Awaitable[None]]) -> None:
@@ -55,11 +55,11 @@ def test_the_job_that_would_run_last_is_withdrawn_and_the_others_run(
     wanted: list[tuple[Kind, int]], may_not_go: int
 ) -> None:
     ran: list[int] = []
-    withdrawn: list[int | None] = []
+    withdrawn: list[Key | None] = []
 
     async def main(compute: ComputeThread) -> None:
         def withdraw() -> None:  # on the loop, while all the others wait
-            withdrawn.append(compute.withdraw(Kind.FORWARD, lambda microbatch: microbatch != may_not_go))
+            withdrawn.append(compute.withdraw(Kind.FORWARD, lambda of: of != (0, may_not_go)))
 
         jobs = [compute.run(kind, (0, age), lambda i=i: ran.append(i)) for i, (kind, age) in enumerate(wanted)]
         found = await held(compute, lambda: jobs, before=withdraw)
@@ -70,7 +70,7 @@ def test_the_job_that_would_run_last_is_withdrawn_and_the_others_run(
     forwards = [i for i in order if wanted[i][0] is Kind.FORWARD and wanted[i][1] != may_not_go]
     expected = forwards[-1:]
     with_thread(main)
-    assert withdrawn == [wanted[forwards[-1]][1] if forwards else None]
+    assert withdrawn == [(0, wanted[forwards[-1]][1]) if forwards else None]
     assert ran == [i for i in order if i not in expected]
 
 
@@ -95,7 +95,7 @@ def test_a_failing_job_fails_its_caller_and_nobody_else() -> None:
             raise ValueError("no")
 
         results = await held(
-            compute, lambda: [compute.run(Kind.FORWARD, (0, 0), fail), compute.run(Kind.FORWARD, 1, lambda: 7)]
+            compute, lambda: [compute.run(Kind.FORWARD, (0, 0), fail), compute.run(Kind.FORWARD, (0, 1), lambda: 7)]
         )
         assert isinstance(results[0], ValueError)
         assert results[1].value == 7

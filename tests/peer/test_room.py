@@ -59,7 +59,7 @@ class Peer:
 
     async def work(self, microbatch: int, *, steps_ahead: int = 0) -> Done:
         ids = tokens(self._manifest, microbatch)
-        boundary = self._upstream.forward(Entry(microbatch, ids, b""), 0).payload
+        boundary = self._upstream.forward(Entry(0, microbatch, ids, b""), 0).payload
         request = Work("run", 0, 1, self.parts.clock.step + steps_ahead, microbatch, 0, False, (), ids, boundary)
         return await self._microbatches.work(request, cast(Any, Caller()))
 

@@ -236,7 +236,7 @@ def test_who_lacks_a_faster_line_asks_nobody(manifest: Manifest, rate: float | N
             wire.rates = {"caller": rate, "below": rate}
         for _ in range(64):
             compute.times.add(Kind.FORWARD, 1.0)
-        entry = Entry(0, b"", b"", output=bytes(10_000), caller="caller")
+        entry = Entry(0, 0, b"", b"", output=bytes(10_000), caller="caller")
         route = (Hop(0, "p", "life"), Hop(1, "below", "life"))
         for _ in range(20):
             thief.served(entry, Done(1.0, route, 0.0, 1.0, 0.0, bytes(10_000)))
@@ -318,7 +318,7 @@ class Busy:
         """Asked for a microbatch; returns when that waits."""
         await until(self._is_occupied.is_set, "the processor is taken: the job that takes it waits no more")
         ids = tokens(self._manifest, microbatch)
-        boundary = self._upstream.forward(Entry(microbatch, ids, b""), 0).payload
+        boundary = self._upstream.forward(Entry(0, microbatch, ids, b""), 0).payload
         work = Work("run", 0, 1, 0, microbatch, 0, False, (), ids, boundary, is_stolen=is_stolen)
         self.callers.append(Caller())
         compute, counters = self.parts.compute, self.parts.peer.counters
