@@ -14,6 +14,7 @@ from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.codec.samples import SampleStore
 from swarmtrain.directory.directory import Directory
 from swarmtrain.observe.events import Events, PhaseReached
+from swarmtrain.observe.split import TimeSplit
 from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.contacts import CoordinatorLink
@@ -178,7 +179,8 @@ async def open_assignment(
     """
     torch.set_num_threads(options.threads)
     forward_s, backward_s = options.faults.pace_s
-    compute = steps = ComputeThread(at_least_s={Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s})
+    split = TimeSplit(reduces_behind=manifest.schedule.delay > 0)
+    compute = steps = ComputeThread(split, at_least_s={Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s})
     stack.push_async_callback(compute.stop)
     if manifest.schedule.delay:
         steps = ComputeThread(name="steps")

@@ -141,8 +141,7 @@ def test_what_a_dead_peer_had_of_two_steps_is_computed_again(simulated: Make, re
         return [
             step
             for step in books
-            if any(hop and hop.peer_id == victim.peer_id for hop in holders[step])
-            and not books[min(books)].is_answered
+            if any(hop and hop.peer_id == victim.peer_id for hop in holders[step]) and not books[min(books)].is_answered
         ]
 
     swarm.until(lambda: len(counted()) == 2, "it has finished work of two steps")
