@@ -202,10 +202,19 @@ class Stage:
         counted: Collection[int],
     ) -> str:
         """End this step: see `StageJobs.close_step`, and `StageJobs.apply`. Returns the digest of the new state."""
-        step = self.state.step
-        total = await self._between_passes(lambda: self.jobs.close_step(step, counted))
-        digest = await self._step_work(lambda: self.jobs.apply(total, reduced, scale, learning_rate, basis))
-        await self._between_passes(lambda: self.jobs.forget_if_due(step + 1, has_moved=basis is not None))
+        jobs, step, has_moved = self.jobs, self.state.step, basis is not None
+
+        def at_once() -> str:
+            digest = jobs.apply(jobs.close_step(step, counted), reduced, scale, learning_rate, basis)
+            jobs.forget_if_due(step + 1, has_moved=has_moved)
+            return digest
+
+        if self._steps is self.compute:
+            return await self._step_work(at_once)
+        total = await self._between_passes(lambda: jobs.close_step(step, counted))
+        digest = await self._step_work(lambda: jobs.apply(total, reduced, scale, learning_rate, basis))
+        if has_moved or self.manifest.is_checkpoint(step + 1):
+            await self._between_passes(lambda: jobs.forget_if_due(step + 1, has_moved=has_moved))
         return digest
 
     # -- the state
@@ -220,10 +229,19 @@ class Stage:
 
     async def load_state(self, source: StateSource) -> str:
         """Replace the state; returns the digest of what was loaded. See `StageJobs.load_state`."""
-        await self.drop_work()
-        await self._step_work(lambda: self.jobs.load_state(source))
-        await self._between_passes(self.jobs.begin_anew)
-        return await self._step_work(self.jobs.state_digest)
+        jobs = self.jobs
+
+        def at_once() -> None:
+            jobs.load_state(source)
+            jobs.begin_anew()
+
+        if self._steps is self.compute:
+            await self._step_work(at_once)
+        else:
+            await self.drop_work()
+            await self._step_work(lambda: jobs.load_state(source))
+            await self._between_passes(jobs.begin_anew)
+        return await self._step_work(jobs.state_digest)
 
     async def drop_work(self) -> None:
         """See `StageJobs.drop_work`."""
