@@ -19,7 +19,7 @@ from swarmtrain.errors import DivergedError
 from swarmtrain.model.sizes import id_type
 from swarmtrain.observe.events import WorkReplayed
 from swarmtrain.p2p.errors import HostDownError, NetError
-from swarmtrain.route.window import InFlightWindow, LeaseDeadlines, stepwise
+from swarmtrain.route.window import InFlightWindow, LeaseDeadlines, WindowOptions, stepwise
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.schedule import mean_loss
 from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
@@ -58,9 +58,9 @@ class Leases:
         self._context = context
         self._id_type = id_type(context.manifest.model.vocab_size)
         self._deadlines = LeaseDeadlines(initial_s=FIRST_LEASE_S, minimum_s=MIN_LEASE_S)
-        self._in_flight = InFlightWindow(
-            stepwise(initial=MIN_IN_FLIGHT, maximum=context.manifest.batch.microbatches_per_step)
-        )
+        batch, delay = context.manifest.batch.microbatches_per_step, context.manifest.schedule.delay
+        without_pause = WindowOptions(initial=MIN_IN_FLIGHT, maximum=2 * batch)
+        self._in_flight = InFlightWindow(without_pause if delay else stepwise(initial=MIN_IN_FLIGHT, maximum=batch))
         self._num_under_way = 0
         self._idle_since = world.monotonic()
         self.newest = -1  # the state that peers have: steps that need a later one are not leased yet

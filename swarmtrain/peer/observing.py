@@ -139,7 +139,7 @@ class PeerObserver:
             "ledger_bytes": clock.ledger_bytes,
             "open_microbatches": clock.num_open,
             "jobs_waiting": stage.compute.backlog(),
-            "compute_s": {kind.name.lower(): round(times.total_s[kind], 3) for kind in Kind},
+            "compute_s": {kind.name.lower(): round(stage.total_s(kind), 3) for kind in Kind},
             "idle_s": round(times.idle_s, 3),
             "seconds": {**read.parts, "idle": read.idle},
             "wall_s": read.total_s,

@@ -97,6 +97,11 @@ class Stage:
         """How long jobs take here."""
         return self.compute.times
 
+    def total_s(self, kind: Kind) -> float:
+        """That jobs of a kind have taken so far."""
+        threads = {self.compute, self._steps}
+        return sum(thread.times.total_s[kind] for thread in threads)
+
     @property
     def forward_s(self) -> float:
         """A forward, usually."""
