@@ -61,6 +61,7 @@ class AttemptWatch:
         """A member has given its final answer."""
         if self._heard_at.pop(peer_id, None) is not None:
             self._moved_at = now
+            self._reports.pop(peer_id, None)  # it waits for nobody any more
 
     def excuse(self, seconds: float) -> None:
         """No member could be heard for this long, because this process stood still or its host was cut off."""
@@ -83,13 +84,12 @@ class AttemptWatch:
     def complaint(self, peer_id: str) -> Unprepared | None:
         """In a stalled attempt: the peers that a member waits for; None if there are none, and it holds the attempt up.
 
-        An owner that lacks shares cannot answer: while any member lacks shares, owners are not complained about.
+        What a member waits for may itself wait for something: only those who wait for what comes first (`Lacks`)
+        complain.
         """
         report = self._reports.get(peer_id)
-        if report is None or report.is_computing:
+        if report is None or report.is_computing or not report.waits_for:
             return None
-        lacks_shares = any(item.missing for item in self._reports.values())
-        suspects = report.missing if lacks_shares else report.unanswered
-        if not suspects and not report.unanswered:
-            return None
+        first = min(item.lacks for item in self._reports.values() if item.waits_for)
+        suspects = report.waits_for if report.lacks == first else ()
         return Unprepared(b"", suspects, f"next to nothing has moved for {STALL_S:.0f} s")

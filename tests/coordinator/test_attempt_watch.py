@@ -13,13 +13,15 @@ from swarmtrain.coordinator.attempt_watch import (
     AttemptWatch,
     Pace,
 )
+from swarmtrain.reduce.all_reduce import Lacks
 from swarmtrain.wire.messages import Preparing
 
 LONG_S = 10 * STALL_S
 
 
 def report(moved: int = 0, *, computes: bool = False, missing: str = "", unanswered: str = "") -> Preparing:
-    return Preparing(moved, computes, tuple(missing), tuple(unanswered))
+    lacks = Lacks.SHARES if missing else Lacks.OWNERS if unanswered else Lacks.NOTHING
+    return Preparing(moved, computes, tuple(missing or unanswered), lacks)
 
 
 def test_what_moves_goes_on_however_long_it_takes() -> None:
