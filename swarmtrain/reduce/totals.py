@@ -180,18 +180,14 @@ def _largest(steps: Steps) -> int:
 
 def _block(numbers: Steps) -> bytes:
     """Whole numbers without the bytes that all of them lack, below and above (but for the sign), and without zeros."""
-    raw = numbers.astype("<i8").view(np.uint8).reshape(-1, 8)  # (numbers, 8), lowest byte first
-    used = np.flatnonzero(raw.any(axis=0))
-    if not used.size:
+    used = int(np.bitwise_or.reduce(numbers)) if numbers.size else 0
+    if not used:
         return _BLOCK.pack(0, 0, False)
-    below, sign = int(used[0]), raw[:, 7] >> 7  # (numbers,)
-    differs = np.flatnonzero((raw != (sign * np.uint8(255))[:, None]).any(axis=0))
-    last = max(below, int(differs[-1]) if differs.size else 0)
-    if ((raw[:, last] >> 7) != sign).any():
-        last += 1
-    kept, is_there = raw[:, below : last + 1], raw.any(axis=1)
-    width = last + 1 - below
-    is_sparse = int(is_there.sum()) * width + -(-len(raw) // 8) < len(raw) * width
+    reach = max(~int(numbers.min()), int(numbers.max()))
+    below, above = ((used & -used).bit_length() - 1) // 8, reach.bit_length() // 8 + 1  # one bit is the sign
+    kept = numbers.astype("<i8").view(np.uint8).reshape(-1, 8)[:, below:above]  # (numbers, width), lowest byte first
+    width, is_there = above - below, numbers != 0
+    is_sparse = int(is_there.sum()) * width + -(-numbers.size // 8) < numbers.size * width
     bits = np.packbits(is_there).tobytes() if is_sparse else b""
     return _BLOCK.pack(below, width, is_sparse) + bits + (kept[is_there] if is_sparse else kept).tobytes()
 

@@ -88,7 +88,9 @@ def test_both_ends_of_the_pipeline_add_up_a_tied_embedding_in_several_groups(
 ) -> None:
     swarm = start(simulated, "model.tie_embeddings=true", "schedule.steps=3")
     assert_reference(swarm, references)
-    assert "first" in {life.name for life in swarm.peers if life.peer_id in {owner for owner, _, _ in second_level.seen}}
+    assert "first" in {
+        life.name for life in swarm.peers if life.peer_id in {owner for owner, _, _ in second_level.seen}
+    }
 
 
 @pytest.mark.parametrize("codec", every_other(["topk64", "bf16", "int8", "powersgd2"]))
