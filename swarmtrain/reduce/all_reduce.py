@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 
 from torch import Tensor
@@ -212,8 +213,13 @@ class AllReduce:
         unanswered = [owners[column] for column, left in sorted(self._num_left.items()) if left]
         return (Lacks.OWNERS if unanswered else Lacks.NOTHING), unanswered
 
-    async def receive_share(self, share: ReduceShare, sender: str) -> ReducedPiece:
-        """The owner's side of both phases: add what `sender` has, answer when the sum is complete."""
+    async def receive_share(
+        self, share: ReduceShare, sender: str, on_added: Callable[[], None] | None = None
+    ) -> ReducedPiece:
+        """The owner's side of both phases: add what `sender` has, answer when the sum is complete.
+
+        The bytes are not kept meanwhile: `on_added` is called once they are free.
+        """
         owned, groups = self._owned.get(share.piece), self.groups
         if share.part < 0:
             target: _Sum | None = owned
@@ -235,6 +241,9 @@ class AllReduce:
             except BadShare as error:
                 raise Refusal(Code.BAD_TENSOR, str(error)) from error
             target.added(sender)
+        _free(share.values)
+        if on_added is not None:
+            on_added()
         return ReducedPiece(await target.answered())
 
     def _rotated(self) -> list[Piece]:
@@ -331,6 +340,13 @@ class AllReduce:
         for part, answer in zip(parts, _parted(raw, len(parts)), strict=True):
             where = slice(part.start - piece.start, part.stop - piece.start)
             out[where] = self._form.result(answer, part.stop - part.start)
+
+
+def _free(values: Buffer) -> None:
+    """Callers keep the message until it is answered; only its buffer is large."""
+    if isinstance(values, memoryview):
+        with suppress(BufferError):  # something still looks at it: then it goes with the message
+            values.release()
 
 
 def _joined(answers: Sequence[Buffer]) -> bytes:

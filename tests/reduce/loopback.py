@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ class FakeNode:
         self.called.add(peer_id)
         self._sent[self.peer_id] += len(part.values)
         try:
-            answer = await self._group[peer_id].receive_share(part, self.peer_id)
+            arrived = replace(part, values=memoryview(bytearray(part.values)))
+            answer = await self._group[peer_id].receive_share(arrived, self.peer_id)
         except Refusal as refusal:
             raise CallRefused.of(refusal.payload) from refusal
         self._sent[peer_id] += len(answer.values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarmtrain.codec.gradient import GradientEncoder, parse_gradient_spec
 from swarmtrain.reduce.all_reduce import AllReduce, AllReduceFailed, Lacks
+from swarmtrain.reduce.shares import EXACT, CodedShares
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import Prepare, ReduceShare
 
@@ -186,3 +189,40 @@ def test_a_sum_beyond_the_exact_range_is_not_a_number_at_every_peer() -> None:
             assert torch.isnan(result[7])
 
     bounded(main())
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "topk64"])
+def test_the_bytes_of_a_share_are_free_once_it_is_added(codec: str) -> None:
+    """However many peers there are: an owner that waits for the last one holds no share."""
+
+    async def main() -> None:
+        encoder = GradientEncoder(parse_gradient_spec(codec), SIZE)
+        form = EXACT if codec == "none" else CodedShares(encoder)
+        prepare = roster(9, set(range(9)))
+        members: dict[str, AllReduce] = {}
+        node: Any = FakeNode("peer0", members, set())
+        owner = AllReduce(node, prepare, share(0), form=form)
+        piece = owner.pieces[piece_of_owner(owner)]
+        alive, waiting, freed = [], [], []
+        for i in range(1, 8):  # the ninth does not come
+            packed = form.pack(share(i)[piece.start : piece.stop].numpy(), piece.start)
+            buffer = np.frombuffer(bytearray(packed), dtype=np.uint8)
+            alive.append(weakref.ref(buffer))
+            message = ReduceShare("run", 1, 0, 3, 1, piece.index, memoryview(buffer))
+            del buffer
+            receiving = owner.receive_share(message, f"peer{i}", lambda: freed.append(1))
+            waiting.append(asyncio.create_task(receiving))
+        await asyncio.sleep(0)
+        assert owner.waits() == (Lacks.SHARES, ["peer8"])
+        assert not any(task.done() for task in waiting)
+        assert [reference() for reference in alive] == [None] * 7
+        assert len(freed) == 7
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    bounded(main())
+
+
+def piece_of_owner(owner: AllReduce) -> int:
+    return next(piece.index for piece in owner.pieces if piece.owner == owner.groups.column)
