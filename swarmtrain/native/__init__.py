@@ -56,8 +56,6 @@ class Native:
         self._add.argtypes, self._add.restype = [pointer, size, size, real, pointer], ctypes.c_int
         self._round = library.st_round
         self._round.argtypes, self._round.restype = [pointer, size, real, pointer], ctypes.c_int
-        self._unpack = library.st_unpack
-        self._unpack.argtypes, self._unpack.restype = [pointer, size, real, size, pointer], None
         self._crc32 = library.st_crc32
         self._crc32.argtypes, self._crc32.restype = [pointer, size, pointer], ctypes.c_int
 
@@ -88,10 +86,6 @@ class Native:
     def round(self, total: Steps, step: float, numbers: Floats) -> bool:
         """Fill `numbers` with a total; False if it has left the exact range: then they mean nothing."""
         return bool(self._round(total.ctypes.data, total.size, step, numbers.ctypes.data) == 0)
-
-    def unpack(self, packed: Codes, step: float, width: int, numbers: Doubles) -> None:
-        """Fill `numbers`."""
-        self._unpack(packed.ctypes.data, numbers.size, step, width, numbers.ctypes.data)
 
     def crc32(self, data: Codes, crc: int) -> int | None:
         """zlib's crc32 of a multiple of 16 bytes, at least 64; None if this processor has no fast way."""

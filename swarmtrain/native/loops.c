@@ -175,14 +175,6 @@ int st_round(const int64_t *total, size_t count, double step, float *out) {
     return is_over;
 }
 
-void st_unpack(const uint8_t *in, size_t count, double step, size_t width, double *numbers) {
-    if (count == 0) return;
-    for (size_t i = 0; i + 1 < count; i++) numbers[i] = (double)steps_at(in + i * width, width) * step;
-    uint8_t last[8] = {0};
-    memcpy(last, in + (count - 1) * width, width);
-    numbers[count - 1] = (double)steps_at(last, width) * step;
-}
-
 /* The crc32 of zlib, 64 bytes at a time where the processor multiplies without carry; `count` is a multiple of 16 and
    at least 64. A number folded over n bits is multiplied by x^n modulo the polynomial; what is left of everything is
    16 bytes with the same remainder, which are divided bit by bit. Returns 0 where it is not built. */

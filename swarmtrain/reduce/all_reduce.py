@@ -127,7 +127,7 @@ class _OwnedPiece(_Sum):
         expected = [groups.owner(group) for group in range(groups.count) if group != groups.group]
         expected = [peer for peer in expected if groups.has_sum(groups.group_of(peer))]
         self.roots = {part.index: _Sum(part.stop - part.start, expected) for part in parts if part.root == groups.group}
-        self.unanswered: dict[str, int] = {}  # roots that have a sum of this group, and how often
+        self.unanswered: dict[str, None] = {}  # roots that have this group's sum of their part
 
     def close(self) -> None:
         """See _Sum."""
@@ -214,19 +214,17 @@ class AllReduce:
         return (Lacks.OWNERS if unanswered else Lacks.NOTHING), unanswered
 
     async def receive_share(
-        self, share: ReduceShare, sender: str, on_added: Callable[[], None] | None = None
+        self, share: ReduceShare, sender: str, on_added: Callable[[], None] = lambda: None
     ) -> ReducedPiece:
         """The owner's side of both phases: add what `sender` has, answer when the sum is complete.
 
         The bytes are not kept meanwhile: `on_added` is called once they are free.
         """
         owned, groups = self._owned.get(share.piece), self.groups
-        if share.part < 0:
-            target: _Sum | None = owned
-            may_send, contributes = sender in groups.members, sender in groups.contributors
-        else:
-            target = owned.roots.get(share.part) if owned is not None else None
-            group = groups.group_of(sender)
+        target: _Sum | None = owned
+        may_send, contributes = sender in groups.members, sender in groups.contributors
+        if owned is not None and share.part >= 0:
+            target, group = owned.roots.get(share.part), groups.group_of(sender)
             may_send, contributes = group >= 0, group >= 0 and groups.has_sum(group)
         if target is None or not may_send:
             raise Refusal(Code.UNKNOWN, f"piece {share.piece} of attempt {share.attempt} is not this peer's")
@@ -242,8 +240,7 @@ class AllReduce:
                 raise Refusal(Code.BAD_TENSOR, str(error)) from error
             target.added(sender)
         _free(share.values)
-        if on_added is not None:
-            on_added()
+        on_added()
         return ReducedPiece(await target.answered())
 
     def _rotated(self) -> list[Piece]:
@@ -295,11 +292,9 @@ class AllReduce:
             root.answer.set_result(answer)
             return answer
         peer = groups.owner(part.root)
-        owned.unanswered[peer] = owned.unanswered.get(peer, 0) + 1
+        owned.unanswered[peer] = None
         answer = await self._call(peer, owned.piece, ours, part=part.index)
-        owned.unanswered[peer] -= 1
-        if not owned.unanswered[peer]:
-            del owned.unanswered[peer]
+        del owned.unanswered[peer]
         return answer
 
     async def _exchange(self, piece: Piece) -> Buffer:

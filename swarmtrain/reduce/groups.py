@@ -102,14 +102,12 @@ class Groups:
         count = 1 + max(entry.group for entry in roster)
         self._owners: list[list[str]] = [[] for _ in range(count)]  # by group, then by column
         self._contributors: list[list[str]] = [[] for _ in range(count)]
-        firsts: dict[int, str] = {}
         num_members = [0] * count
         self.owned: list[int] = []  # by column
         self.peer_id, self.group = peer_id, -1
         self.next_column = 0  # its own, or that of the owner that follows it
         for entry in roster:
             num_members[entry.group] += 1
-            firsts.setdefault(entry.group, entry.peer_id)
             if entry.owned:
                 self._owners[entry.group].append(entry.peer_id)
             if entry.owned and not entry.group:
@@ -121,8 +119,6 @@ class Groups:
                 self.next_column = len(self._owners[entry.group]) - bool(entry.owned)
         if self.group < 0:
             raise ValueError(f"{peer_id} is not in the roster")
-        if not self.owned:  # a vector without elements
-            self._owners, self.owned = [[firsts[group]] for group in range(count)], [0]
         self.column = self.owners.index(peer_id) if peer_id in self.owners else -1  # -1: it owns nothing
         self.num_members = num_members[self.group]
         self.members = {entry.peer_id for entry in roster if entry.group == self.group}
@@ -143,13 +139,11 @@ class Groups:
         return self._contributors[self.group]
 
     def owner(self, group: int) -> str:
-        """Who owns in another group what this member owns in its own."""
+        """Who owns in another group what this owner owns in its own."""
         return self._owners[group][self.column]
 
     def group_of(self, owner: str) -> int:
-        """The group of a peer of this member's column; -1 if it is none."""
-        if self.column < 0:
-            return -1
+        """The group of a peer of this owner's column; -1 if it is none."""
         return next((group for group in range(self.count) if self.owner(group) == owner), -1)
 
     def has_sum(self, group: int) -> bool:

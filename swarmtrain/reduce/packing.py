@@ -32,20 +32,6 @@ class Packed:
     raw: npt.NDArray[np.uint8]
     width: int
 
-    @property
-    def size(self) -> int:
-        """How many numbers they are."""
-        return self.raw.size // self.width
-
-    def numbers(self) -> Doubles:
-        """As fp64."""
-        loops = native()
-        if loops is None:
-            return _steps_of(self).astype(np.float64) * _STEP
-        numbers = np.empty(self.size)
-        loops.unpack(self.raw, _STEP, self.width, numbers)
-        return numbers
-
 
 def pack(numbers: Doubles) -> npt.NDArray[np.uint8] | None:
     """`numbers` in 5, 6 or 7 bytes each, little-endian two's complement; None if one is not on the grid."""
@@ -124,7 +110,8 @@ def _whole_steps(numbers: Doubles) -> Steps | None:
 
 
 def _steps_of(share: Packed) -> Steps:
-    wide = np.zeros((share.size, 8), dtype=np.uint8)
-    wide[:, 8 - share.width :] = share.raw.reshape(share.size, share.width)
+    rows = share.raw.reshape(-1, share.width)
+    wide = np.zeros((len(rows), 8), dtype=np.uint8)
+    wide[:, 8 - share.width :] = rows
     steps: Steps = wide.reshape(-1).view("<i8") >> (64 - 8 * share.width)  # the sign goes with it
     return steps

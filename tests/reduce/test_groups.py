@@ -24,7 +24,7 @@ from swarmtrain.reduce.groups import Groups, arrange, fault_of
 from swarmtrain.reduce.partition import Piece
 from swarmtrain.reduce.shares import ExactShares
 from swarmtrain.rpc.errors import Refusal
-from swarmtrain.wire.messages import Prepare, Preparing, ReduceShare, RosterEntry
+from swarmtrain.wire.messages import Prepare, Preparing, ReducedPiece, ReduceShare, RosterEntry
 from swarmtrain.wire.peer_report import PeerReport
 
 from .loopback import FakeNode, bounded, entries, name, reduced_by_all
@@ -408,3 +408,25 @@ def twice(call: Any) -> Any:
         return second
 
     return again
+
+
+def test_damaged_answers_are_refused_and_their_owner_is_named() -> None:
+    async def main() -> None:
+        stage = Stage(40, set(range(40)))
+        whole = b"\x10\0\0\0" + bytes(16)
+        for bad in (b"", b"abc", whole[:-1], whole + b"x", whole * 2):
+            for node in stage.nodes:
+                node.call = answering(bad)
+            with pytest.raises(AllReduceFailed) as failed:
+                await stage.run(name(0))
+            assert set(failed.value.suspects) <= stage.members[name(0)].groups.partners()
+            assert len(failed.value.suspects) == 1
+
+    bounded(main())
+
+
+def answering(values: bytes) -> Any:
+    async def call(*args: Any, **options: Any) -> ReducedPiece:
+        return ReducedPiece(values)
+
+    return call

@@ -175,12 +175,12 @@ DEFECTS = (
     ),
     Defect(
         "summed-in-fp32",
-        "the owner of a piece rounds shares to fp32, and the sum depends on who had which microbatch",
+        "shares travel as fp32 numbers, and the sum depends on who had which microbatch",
         (
             Change(
                 "reduce/shares.py",
-                "            return Share(packed)\n",
-                "            return Share(packed.numbers().astype(np.float32).astype(np.float64))\n",
+                "        numbers = np.ascontiguousarray(numbers)\n",
+                "        numbers = np.ascontiguousarray(numbers).astype(np.float32).astype(np.float64)\n",
             ),
         ),
     ),
