@@ -190,7 +190,7 @@ class StepProtocol:
         reduction = await attempt.lane(Lane(share.lane))  # it may begin when another one has ended
         if reduction is None:
             raise peer.refuse(Code.UNKNOWN, "this attempt was given up")
-        return await reduction.receive_share(share, exchange.peer_id)
+        return await reduction.receive_share(share, exchange.peer_id, exchange.release)
 
     # -- apply
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 
 from swarmtrain.errors import UsageError
+from swarmtrain.model.reduce_bytes import ReduceBytes
 from swarmtrain.route.rebalance import RebalanceOptions
 from swarmtrain.route.router import POLICIES
 from swarmtrain.route.work_stealing import NUM_ASKED
@@ -93,7 +94,7 @@ class Scenario:
     batch: int = 0  # microbatches per optimizer step; 0: no steps, an endless stream
     # What every peer sends, and receives, in a step's all-reduce: one value per stage, or one for all.
     gradient_bytes: tuple[float, ...] = ()
-    gradient_bytes_per_peer: tuple[float, ...] = ()  # on top, for each peer of the stage
+    gradient_bytes_between: tuple[float, ...] = ()  # between the groups of a large stage, if one peer did it all
     # As in a manifest: 1 hides the all-reduce behind the next step, from step `delay_from` on. The step of a checkpoint
     # waits for it all the same.
     delay: int = 0
@@ -134,7 +135,8 @@ class Scenario:
 
     def gradient_bytes_of(self, stage: int, num_peers: int) -> float:
         """What a peer of one stage sends, and receives, less its own part, when so many reduce."""
-        return _of_stage(self.gradient_bytes, stage) + num_peers * _of_stage(self.gradient_bytes_per_peer, stage)
+        between = _of_stage(self.gradient_bytes_between, stage)
+        return ReduceBytes(_of_stage(self.gradient_bytes, stage), between).of_group(num_peers)
 
     def weights_step(self, step: int) -> int:
         """How many steps must be applied before the microbatches of `step` can be leased: see Manifest.weights_step."""
@@ -179,7 +181,7 @@ def _check(scenario: Scenario) -> None:
     for name, (low, high) in _REBALANCE_RANGES.items():
         value = getattr(scenario.rebalance_options, name)
         _require(low <= value <= high, f"rebalance.{name}", f"from {low:g} to {high:g}")
-    for name in ("gradient_bytes", "gradient_bytes_per_peer"):
+    for name in ("gradient_bytes", "gradient_bytes_between"):
         sizes: tuple[float, ...] = getattr(scenario, name)
         _require(len(sizes) in (0, 1, scenario.num_stages), name, "one, or one per stage")
         for num_bytes in sizes:

@@ -70,7 +70,7 @@ def with_workload(scenario: Scenario, workload: Workload) -> Scenario:
         delay_from=workload.delay_from,
         checkpoint_every=workload.checkpoint_every,
         gradient_bytes=tuple(stage.reduced.whole for stage in workload.stages),
-        gradient_bytes_per_peer=tuple(stage.reduced.per_peer for stage in workload.stages),
+        gradient_bytes_between=tuple(stage.reduced.between for stage in workload.stages),
     )
 
 

@@ -147,12 +147,11 @@ def test_a_codec_shortens_the_all_reduce_and_nothing_else() -> None:
     assert coded.stages[3].up_bytes_per_day / coded.tokens_per_s < plain.stages[3].up_bytes_per_day / plain.tokens_per_s
 
 
-def test_topk_gets_longer_with_every_peer_of_a_stage() -> None:
-    """Its answers repeat all shares."""
+def test_topk_takes_hardly_longer_with_more_peers_of_a_stage() -> None:
+    """Its answers are as long for many peers as for few; between groups a little comes on top."""
     load = workload_of(resolve_manifest("llama-1b", ["reduce.codec=topk64"]))
-    assert load.all_reduce_bytes(3, 20) > 6 * load.all_reduce_bytes(3, 2)
-    few, many = (forecast(load, [(GAMING[0][0], count)]) for count in (64.0, 256.0))
-    assert many.reduce_s > 2 * few.reduce_s
+    assert load.all_reduce_bytes(3, 32) == pytest.approx(load.all_reduce_bytes(3, 2))
+    assert load.all_reduce_bytes(3, 32) < load.all_reduce_bytes(3, 1000) < 2 * load.all_reduce_bytes(3, 32)
 
 
 @pytest.mark.parametrize(

@@ -175,12 +175,12 @@ DEFECTS = (
     ),
     Defect(
         "summed-in-fp32",
-        "the owner of a piece adds shares in fp32, and the sum depends on who had which microbatch",
+        "shares travel as fp32 numbers, and the sum depends on who had which microbatch",
         (
             Change(
                 "reduce/shares.py",
-                "        summed = add_shares(shares) if total is None else total\n",
-                "        summed = sum(add_shares([share]).astype(np.float32) for share in shares)\n",
+                "        numbers = np.ascontiguousarray(numbers)\n",
+                "        numbers = np.ascontiguousarray(numbers).astype(np.float32).astype(np.float64)\n",
             ),
         ),
     ),
