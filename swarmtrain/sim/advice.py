@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from swarmtrain.model.reduce_bytes import ReduceBytes
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.sim.demand import demand_of
 from swarmtrain.sim.plan import Forecast, forecast
@@ -37,7 +38,7 @@ def advice(manifest: Manifest, profiles: Profiles, found: Forecast) -> str:
     if found.empty_stages:
         return f"stage {found.empty_stages[0]} has no machine that holds it: more memory, or more stages.count"
     waits = found.waiting_s > (1.0 - GOOD_SHARE) * found.step_s
-    if not waits and not _keeps_idle(found):
+    if not waits and not (_keeps_idle(found) and _would_gain_without_all_reduce(manifest, profiles, found)):
         return _of_a_busy_pipeline(manifest, profiles, found)
     is_fill = waits and found.fill_s > found.reduce_s
     tried = (_delay, _batch) if is_fill else (_codec, _batch, _delay)
@@ -70,6 +71,13 @@ def _keeps_idle(found: Forecast) -> bool:
     """Whether so many machines that would fit are left out that it is no matter of whole machines."""
     number = sum(item.count for item in found.idle if item.has_memory)
     return number >= max(len(found.stages), found.num_peers * (1.0 - GOOD_SHARE))
+
+
+def _would_gain_without_all_reduce(manifest: Manifest, profiles: Profiles, found: Forecast) -> bool:
+    """Whether it is because of the all-reduce that machines are left out."""
+    workload = demand_of(manifest)
+    stages = tuple(replace(stage, reduced=ReduceBytes(0.0)) for stage in workload.stages)
+    return forecast(replace(workload, stages=stages), profiles).tokens_per_s > _WORTH * found.tokens_per_s
 
 
 def _of_a_busy_pipeline(manifest: Manifest, profiles: Profiles, found: Forecast) -> str:
@@ -141,13 +149,16 @@ def _wire(manifest: Manifest, profiles: Profiles, found: Forecast) -> Change | N
 
 
 def _machines(manifest: Manifest, profiles: Profiles, found: Forecast) -> Change | None:
-    """The fewest more machines that help, of the profile of which there are most."""
+    """The fewest more machines that help: of the profile of which it takes the fewest."""
     peers = [(profile, number) for profile, number in profiles if profile.role == "peer"]
-    profile, _ = max(peers, key=lambda item: item[1])
     total, number = sum(int(count) for _, count in peers), 1
     while number <= total and total + number <= MAX_MACHINES:
-        tried = _forecast_with(manifest, [*profiles, (profile, float(number))])
-        if tried.tokens_per_s > _WORTH_A_MACHINE * found.tokens_per_s:
-            return Change(f"{number} more: {profile.name}", tried)
+        tried = [
+            Change(f"{number} more: {profile.name}", _forecast_with(manifest, [*profiles, (profile, float(number))]))
+            for profile in dict.fromkeys(profile for profile, _ in peers)
+        ]
+        best = max(tried, key=lambda change: change.found.tokens_per_s)
+        if best.found.tokens_per_s > _WORTH_A_MACHINE * found.tokens_per_s:
+            return best
         number *= 2
     return None

@@ -7,9 +7,9 @@ computes c microbatches per second, whose line carries u bytes per second, b of 
 bytes in an all-reduce, then does in a step
 
     without a delay:  min(c, u / b) C                         microbatches, if m <= u R
-    with a delay:     min(c T, (u - m / (T - F)) / b (T - F / 2))
+    with a delay:     min(c (T - F/4), (u - m / (T - F)) / b (T - F/2))
 
-(half a pass in every step lines run empty, see RUNS_EMPTY).
+(for F/4 and F/2 processors and lines run empty: see LINES_EMPTY).
 
 A stage is covered when its machines together do all microbatches of a step. For given F, R and T the machines stand in
 a line, and stage after stage takes machines from its front until it is covered. One machine more in the line lets no
@@ -32,9 +32,10 @@ from swarmtrain.sim.profiles import PeerProfile
 
 BACKBONE_S = 0.03  # one way between two providers, as in a scenario
 DECIDE_S = 4.0 * BACKBONE_S  # prepare, decide, apply
-# Of a pass. With a delay, lines carry two steps' messages in the order of sending, so the older step's may wait, and in
-# every step a line runs empty for so long; fitted to simulations with both long and short steps.
-RUNS_EMPTY = 0.5
+# Of a pass. With a delay two steps are under way, and the older one's microbatches may wait behind the newer one's: on
+# lines in the order of sending, at processors less often. For so long machines run empty in every step; fitted to
+# simulations with long and with short steps.
+LINES_EMPTY, PROCESSORS_EMPTY = 0.5, 0.25
 # Steps are tried on a grid of lengths, each so many times the one before: equal questions have equal answers.
 _RATIO = 1.0005
 _SHORTEST, _LONGEST = -28_000, 48_000  # powers of it: a microsecond, eight hundred years
@@ -299,11 +300,11 @@ class _Search:
         """Microbatches that a machine does in a step beside its part of the all-reduce; 0 if that takes too long."""
         if moved > kind.line_rate * self._reduce_s * (1.0 + 1e-9):
             return 0.0
-        computed = self._step_s * demand.computing_rate(kind)
         if not self._delay or not moved:
-            return min(computed, self._step_s * demand.line_rate(kind))
+            return self._step_s * demand.rate(kind)
         window_s = self._step_s - self._fill_s - DECIDE_S
         if window_s <= 0.0:
             return 0.0
-        sending_s = self._step_s - RUNS_EMPTY * self._fill_s
-        return min(computed, sending_s * demand.line_rate(kind, moved / window_s))
+        computing_s = self._step_s - PROCESSORS_EMPTY * self._fill_s
+        sending_s = self._step_s - LINES_EMPTY * self._fill_s
+        return min(computing_s * demand.computing_rate(kind), sending_s * demand.line_rate(kind, moved / window_s))

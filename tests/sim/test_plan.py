@@ -248,7 +248,11 @@ def test_every_arrival_fetches_a_state() -> None:
 @pytest.mark.parametrize(
     ("overrides", "count", "words"),
     [
-        (["reduce.codec=none"], 128.0, r"^112 of 128 machines are better left out: .*: set reduce\.codec = \w+ \(.*batch\.micro"),
+        (
+            ["reduce.codec=none"],
+            128.0,
+            r"^112 of 128 machines are better left out: .*: set reduce\.codec = \w+ \(.*batch\.micro",
+        ),
         (["boundary.track_every=100", "reduce.codec=none"], 128.0, r"set reduce\.codec = powersgd"),
         (
             ["stages.count=4", "microbatches_per_step=8192"],
