@@ -18,6 +18,7 @@ GOOD_SHARE = 0.8  # of a step in which the weakest stage works
 _WORTH = 1.05  # times the tokens per second
 _WORTH_A_MACHINE = 1.02
 _LARGEST_GROWTH = 8  # of the batch: a larger one learns less per token
+_MOST_TOKENS = 1 << 24  # of a step
 
 Profiles = Sequence[tuple[PeerProfile, float]]
 
@@ -118,8 +119,9 @@ def _codec(manifest: Manifest, profiles: Profiles, found: Forecast) -> Change | 
 def _batch(manifest: Manifest, profiles: Profiles, found: Forecast) -> Change | None:
     """The smallest batch with which steps mostly work, or the largest that is worth trying."""
     batch, tried = manifest.batch, found
-    largest = _LARGEST_GROWTH * batch.microbatches_per_step
-    while batch.microbatches_per_step < largest and (
+    most = _MOST_TOKENS * batch.microbatches_per_step // manifest.tokens_per_step
+    largest = min(_LARGEST_GROWTH * batch.microbatches_per_step, max(most, batch.microbatches_per_step))
+    while 2 * batch.microbatches_per_step <= largest and (
         tried is found or tried.waiting_s > (1.0 - GOOD_SHARE) * tried.step_s or _keeps_idle(tried)
     ):
         batch = replace(batch, microbatches_per_step=2 * batch.microbatches_per_step)

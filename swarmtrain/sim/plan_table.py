@@ -17,9 +17,9 @@ SWARMS: dict[str, tuple[dict[str, int], ...]] = {
     "llama-125m": ({"gaming-gpu": 16}, {"office-workstation": 16}, {"cloud-spot-gpu": 16}),
     "llama-1b": ({"gaming-gpu": 128}, {"office-workstation": 64}, {"gaming-gpu": 64, "cloud-spot-gpu": 64}),
     "llama-8b": (
-        {"gaming-gpu": 512, "cloud-large-gpu": 32},
+        {"gaming-gpu-24gb": 256, "cloud-large-gpu": 32},
         {"office-workstation": 256, "cloud-large-gpu": 16},
-        {"cloud-spot-gpu": 256, "cloud-large-gpu": 16},
+        {"cloud-spot-gpu": 256, "cloud-large-gpu": 32},
     ),
 }
 _EXACT, _SYNCHRONOUS, _DELAYED = "reduce.codec=none", "schedule.delay=0", "schedule.delay=1"
