@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from swarmtrain.model.workload import StageWork, Workload
 from swarmtrain.sim.all_reduce import equal_share_bytes
@@ -76,7 +77,7 @@ class Demand:
     work: StageWork
     bytes_out: float  # of a microbatch
     bytes_in: float
-    moved: tuple[float, ...]  # bytes in an all-reduce, by each machine of a group of every size in `_GROUP_SIZES`
+    moved: tuple[float, ...]  # bytes in an all-reduce, by each machine of a group of at most each of `_GROUP_SIZES`
 
     def computing_rate(self, kind: MachineKind) -> float:
         """Microbatches per second."""
@@ -125,11 +126,12 @@ def demands_of(workload: Workload) -> tuple[Demand, ...]:
     known: dict[tuple[StageWork, int, int], Demand] = {}
     for stage, work in enumerate(workload.stages):
         has_below, has_above = int(stage > 0), int(stage < len(workload.stages) - 1)
+        moved = (equal_share_bytes(work.reduced.of_group(size), size) for size in _GROUP_SIZES)
         demand = Demand(
             work=work,
             bytes_out=has_above * forward + has_below * backward,
             bytes_in=has_below * forward + has_above * backward,
-            moved=tuple(equal_share_bytes(work.reduced.of_group(size), size) for size in _GROUP_SIZES),
+            moved=tuple(accumulate(moved, max)),
         )
         demands.append(known.setdefault((work, has_below, has_above), demand))
     return tuple(demands)
