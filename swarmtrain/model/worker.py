@@ -56,6 +56,7 @@ class StageWorker:
     def __init__(self, state: StageState) -> None:
         self.state = state
         self._sums: dict[int, Accumulator] = {}  # by open step
+        self._lent: set[int] = set()  # steps whose sum others read: it must not change any more
         self._spare: list[Accumulator] = [state.new_accumulator()]
 
     @property
@@ -69,10 +70,19 @@ class StageWorker:
             self._sums[step] = self._spare.pop() if self._spare else self.state.new_accumulator()
         return self._sums[step]
 
+    def lend_sum(self, step: int) -> Tensor:
+        """A step's sum on the CPU, as it is now: a copy only from elsewhere. To be read until the step is applied."""
+        total = self.sum_of(step).total.detach()
+        if total.device.type != "cpu":
+            return total.to("cpu")
+        self._lent.add(step)
+        return total
+
     def take_sum(self, step: int) -> Accumulator:
         """This step's sum is needed no longer: nothing more is added to it. To be given back."""
         found = self.sum_of(step)
         del self._sums[step]
+        self._lent.discard(step)
         return found
 
     def give_back(self, total: Accumulator) -> None:
@@ -118,8 +128,11 @@ class StageWorker:
 
     def accumulate(self, gradients: Gradients, step: int | None = None, *, sign: int = 1) -> None:
         """Add a microbatch's gradients to its step's sum, or with sign -1 subtract them again, exactly."""
-        total = self.sum_of(self.state.step if step is None else step)
-        total.add(self.state.gradient_offsets, gradients.own, sign=sign)
+        step = self.state.step if step is None else step
+        if step in self._lent:
+            self._lent.discard(step)
+            self._sums[step] = self._sums[step].copied()
+        self.sum_of(step).add(self.state.gradient_offsets, gradients.own, sign=sign)
 
     def reduced_sum(self) -> Tensor:
         """The sum of all microbatches, rounded once to the state's precision, as an all-reduce of one peer."""

@@ -140,7 +140,7 @@ class StageJobs:
         return Outcome(self.codecs.encode_untraced(result, step, microbatch, tokens))
 
     def reconciled_share(self, entries: list[Entry], wanted: set[int], step: int) -> Tensor:
-        """Make a step's sum hold exactly the microbatches `wanted`, and copy it for an all-reduce.
+        """Make a step's sum hold exactly the microbatches `wanted`, and lend it to an all-reduce.
 
         Extra microbatches are computed again and taken out, exactly. One job: nothing is added in between. Raises
         StaleWork if what these entries say of the sum is about a former one.
@@ -150,7 +150,7 @@ class StageJobs:
         for entry in entries:
             if entry.accumulated != (entry.microbatch in wanted):
                 self._add_again(entry, step, sign=-1 if entry.accumulated else 1)
-        return self.worker.sum_of(step).total.detach().to("cpu", copy=True)
+        return self.worker.lend_sum(step)
 
     def finish(self, reduced: Tensor) -> tuple[float, str]:
         """(squared norm, digest) of a reduced sum, which is made ready for `apply` in place."""

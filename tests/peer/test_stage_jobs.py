@@ -96,6 +96,17 @@ def test_an_extra_microbatch_is_taken_out_exactly_and_can_come_back(manifest: Ma
     assert torch.equal(share, wanted.worker.sum.total)
     assert [entry.accumulated for entry in entries] == [True, False, True]
     assert torch.equal(disturbed.reconciled_share(entries, {0, 1, 2}, 0), everything)
+    assert torch.equal(share, wanted.worker.sum.total), "what was lent does not change"
+
+
+def test_a_sum_is_lent_without_a_copy_as_long_as_nothing_is_added(manifest: Manifest) -> None:
+    jobs = jobs_of(manifest, 0)
+    entries = run_chain(jobs, jobs_of(manifest, 1), manifest, [0, 1])
+    first, again = (jobs.reconciled_share(entries, {0, 1}, 0) for _ in range(2))
+    assert first.data_ptr() == again.data_ptr() == jobs.worker.sum.total.data_ptr()
+    jobs.reconciled_share(entries, {0}, 0)
+    assert jobs.worker.sum.total.data_ptr() != first.data_ptr()
+    assert not torch.equal(jobs.worker.sum.total, first)
 
 
 def test_a_sum_that_was_dropped_is_not_taken_for_that_of_the_ledger(manifest: Manifest) -> None:

@@ -51,7 +51,11 @@ def test_all_peers_leave_with_the_same_bits_and_close_to_the_sum(codec: str) -> 
         shares.append(None)  # a newcomer, or a peer without work
         exact = sum(share for share in shares if share is not None)
         assert isinstance(exact, torch.Tensor)
+        before = [share.clone() for share in shares if share is not None]
         found = await reduced_by_all(coders, shares)
+        for share, former in zip(shares, before, strict=False):  # they are lent, see StageWorker.lend_sum
+            assert share is not None
+            assert torch.equal(share, former)
         assert all(torch.equal(item.gradient, found[0].gradient) for item in found)
         loss = float((found[0].gradient - exact).norm() / exact.norm())
         assert 0.0 < loss < {"bf16": 5e-3, "int8": 3e-2}.get(codec, 1.0)
