@@ -128,6 +128,7 @@ def _read_buffers(path: Path, layout: StateLayout) -> list[Tensor]:
                     fix=FIX,
                 )
             place.copy_(found)
+    layout.complete(buffers)
     return buffers
 
 

@@ -107,6 +107,8 @@ class ReferenceTrainer:
         for item in found:
             item.commit()
         self._track()
+        for worker in self.workers:
+            worker.enter_step()
         return mean_loss(losses), norm, rate
 
     def validate(self, *, use_codec: bool = True) -> float | None:

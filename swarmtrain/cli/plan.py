@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmtrain.cli.numbers import number
 from swarmtrain.cli.options import JsonOption, ManifestArgument, SetOption, manifest_from, print_json
 from swarmtrain.terminal import print_table, say
 from swarmtrain.units import show_size
@@ -33,51 +34,64 @@ def plan(
             " Default: two gaming GPUs at home per stage.",
         ),
     ] = None,
+    hours_per_day: Annotated[
+        float | None,
+        number(0.1, 24, help="Hours a day for which a volunteer's machine is there; default: as its profile says."),
+    ] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict tokens per second, bytes per day, memory and the short stage of a run."""
+    """Predict what machines do that are there at the same time: tokens per second, days, bytes, memory; what limits."""
     run = manifest_from(manifest, set_)
-    from swarmtrain.model.workload import workload_of
     from swarmtrain.sim.advice import advice
+    from swarmtrain.sim.demand import demand_of
     from swarmtrain.sim.plan import default_profile, forecast
     from swarmtrain.sim.profiles import load_profiles
 
-    workload = workload_of(run)
+    workload = demand_of(run)
     profiles = load_profiles(peers) if peers else [(default_profile(workload), 2.0 * len(workload.stages))]
-    result = forecast(workload, profiles)
+    result = forecast(workload, profiles, hours_per_day)
     hint = advice(run, profiles, result)
     if as_json:
         print_json({**result.as_dict(), "advice": hint})
         return
     for line in summary(result):
         say(line)
-    say(hint)
+    say(f"limit: {hint}", indent="  ")
     say("")
     print_table(HEADERS, table_rows(result), num_left=0)
     say("")
-    say("rate: microbatches per second; busy: what the weakest stage lets it use; bytes: of one peer")
+    say("rate: microbatches per second; busy: what the weakest stage lets it use;")
+    say(f"bytes: of one volunteer, whose machine is there {result.hours_per_day:.3g} h a day")
     if not peers:
         say(f"without --peers: two per stage of {profiles[0][0].name}, {profiles[0][0].memory_gb:.3g} GB each")
 
 
 def summary(result: Forecast) -> list[str]:
-    """The run as a whole."""
-    lines = [f"{result.name}: {len(result.stages)} stages, {result.num_peers} peers"]
-    lines += [f"  left out: {name} (its memory holds no stage)" for name in result.left_out]
+    """The run as a whole, in lines that fit 80 columns."""
+    lines = [f"{result.name}: {len(result.stages)} stages, {result.num_peers:,} peers"]
+    for item in result.idle:
+        if item.has_memory and result.empty_stages:
+            continue
+        why = "steps are no shorter with them" if item.has_memory else "their memory holds no stage"
+        lines.append(f"  left out: {item.count:,} of {item.total:,} {item.name[:30]} ({why})")
     if result.empty_stages:
         need = max(result.stages[stage].memory_bytes for stage in result.empty_stages)
-        which = _ranges(result.empty_stages)
-        lines.append(f"  no peers for stage {which}: no machine is left that has the memory, up to {show_size(need)}")
-    else:
-        lines += [
-            "",
-            f"predicted         {result.tokens_per_s:14,.0f} tokens/s",
-            f"upper bound       {result.bound_tokens_per_s:14,.0f} tokens/s (any assignment, no steps)",
-            f"one step          {result.step_s:14,.1f} s, of which {result.reduce_s:.1f} s reduce gradients",
-            f"short stage       {'none' if result.short_stage is None else result.short_stage:>14}",
-        ]
-    return lines
+        lines.append(f"  no peers for stage {_ranges(result.empty_stages)}:")
+        return [*lines, f"  no machine is left that has the memory, up to {show_size(need)}"]
+    waits = "all-reduce and refill come on top" if result.waiting_share == 1.0 else "all-reduces in the background"
+    return [
+        *lines,
+        "",
+        f"predicted     {result.tokens_per_s:13,.0f} tokens/s, {result.share_of_bound:.0%} of the bound",
+        f"upper bound   {result.bound_tokens_per_s:13,.0f} tokens/s (any assignment, no steps)",
+        f"one step      {result.step_s:13,.1f} s: {result.work_s:,.1f} s of work; {waits}",
+        f"all-reduce    {result.reduce_s:13,.1f} s on idle lines, longest in stage {result.reduce_stage}",
+        f"refill        {result.fill_s:13,.1f} s to fill and empty the pipeline",
+        f"short stage   {'none' if result.short_stage is None else result.short_stage:>13}",
+        f"done in       {result.days:13,.1f} days",
+        f"volunteers    {result.num_volunteers:13,} at {result.hours_per_day:.3g} h a day keep so many machines there",
+    ]
 
 
 def table_rows(result: Forecast) -> list[tuple[str, ...]]:
@@ -108,9 +122,9 @@ def _row(stage: StageForecast) -> tuple[str, ...]:
 def _ranges(numbers: Sequence[int]) -> str:
     """`0-3, 7`"""
     parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
+    for item in numbers:
+        if parts and parts[-1][-1] == item - 1:
+            parts[-1].append(item)
         else:
-            parts.append([number])
+            parts.append([item])
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

@@ -75,7 +75,7 @@ def sim(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate a swarm of up to a million machines; prints the share of the upper bound it reaches, and why."""
-    from swarmtrain.model.workload import workload_of
+    from swarmtrain.sim.demand import demand_of
     from swarmtrain.sim.profiles import load_mix, load_trace
     from swarmtrain.sim.scenario import Scenario
     from swarmtrain.sim.settings import with_policy, with_settings, with_workload
@@ -90,7 +90,7 @@ def sim(
     parameters = [item for item in set_ or [] if not _is_of_manifest(item)]
     if overrides and manifest is None:
         raise UsageError(f"{overrides[0][:60]!r} is for a manifest", fix="add --manifest PRESET|MANIFEST")
-    workload = workload_of(manifest_from(manifest, overrides)) if manifest is not None else None
+    workload = demand_of(manifest_from(manifest, overrides)) if manifest is not None else None
     mix = load_mix(profile or [], workload.mean_tflop if workload else DEFAULT_STAGE_TFLOP)
     base = Scenario(
         minutes=minutes,

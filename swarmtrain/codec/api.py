@@ -124,6 +124,7 @@ class Limits:
 
 DEFAULT_LIMITS = Limits()
 MAX_AGE = 2  # optimizer steps: a residual that was last used longer ago is dropped, weights and Jacobians have moved on
+MAX_EARLIER = 1  # optimizer steps: messages of two open steps may alternate (schedule.delay)
 
 
 Buffer = bytes | bytearray | memoryview

@@ -71,10 +71,8 @@ def decode_chunk_topk(header: Header, body: memoryview) -> torch.Tensor:
     if len(header.shape) != 1 or not 1 <= kept <= CHUNK or len(body) != chunk_topk_bytes(count, kept):
         raise CorruptPayload(f"{len(body)} bytes are not {kept} of {CHUNK} values of a tensor of shape {header.shape}")
     content = numpy.frombuffer(body, dtype=numpy.uint8)
-    num_chunks = -(-count // CHUNK)
-    lengths = numpy.full(num_chunks, CHUNK)
-    if count % CHUNK:
-        lengths[-1] = count % CHUNK
+    lengths = _chunk_lengths(count)
+    num_chunks = lengths.size
     chunk_of = numpy.repeat(numpy.arange(num_chunks), [kept_in(int(length), kept) for length in lengths])
     book, means, positions, codes = _read(content, num_chunks, chunk_of.size)
     if not numpy.isfinite(book).all() or int(means.max(initial=0)) > _LARGEST_MEAN:
@@ -87,6 +85,44 @@ def decode_chunk_topk(header: Header, body: memoryview) -> torch.Tensor:
         tensor.numpy()[chunk_of * CHUNK + positions] = values.astype(numpy.float32)
     check_finite(tensor, CorruptPayload)
     return tensor
+
+
+def chunk_sum_bytes(num_elements: int, kept: int) -> int:
+    """Length of a sum with `kept` values of every whole chunk."""
+    total = num_elements // CHUNK * min(kept, CHUNK) + kept_in(num_elements % CHUNK, min(kept, CHUNK))
+    return packed_bytes(total, _INDEX_BITS) + 2 * total
+
+
+def encode_chunk_sum(numbers: numpy.typing.NDArray[numpy.float32], kept: int) -> bytes:
+    """The sum of several messages: its largest values in each chunk, as positions and bf16 numbers."""
+    positions, chunk_of = _select(torch.from_numpy(numbers), min(kept, CHUNK))  # (total,) both
+    values = torch.from_numpy(numbers[chunk_of * CHUNK + positions]).to(torch.bfloat16)  # (total,)
+    return pack_indices(positions.astype(numpy.uint32), _INDEX_BITS).tobytes() + (
+        values.view(torch.int16).numpy().astype("<i2").tobytes()
+    )
+
+
+def decode_chunk_sum(raw: memoryview, num_elements: int, kept: int) -> numpy.typing.NDArray[numpy.float32]:
+    """Zero where no value was kept. Raises CorruptPayload."""
+    if len(raw) != chunk_sum_bytes(num_elements, kept):
+        raise CorruptPayload(f"{len(raw)} bytes are not {kept} of {CHUNK} values of {num_elements}")
+    lengths = _chunk_lengths(num_elements)
+    chunk_of = numpy.repeat(numpy.arange(lengths.size), [kept_in(int(length), min(kept, CHUNK)) for length in lengths])
+    content = numpy.frombuffer(raw, dtype=numpy.uint8)
+    packed = packed_bytes(chunk_of.size, _INDEX_BITS)
+    positions = unpack_indices(content[:packed], _INDEX_BITS, chunk_of.size)
+    if (positions >= lengths[chunk_of]).any():
+        raise CorruptPayload("a position lies outside its chunk")
+    sums = numpy.zeros(num_elements, dtype=numpy.float32)
+    sums[chunk_of * CHUNK + positions] = _from_bf16(content[packed:].copy().view("<u2"))
+    return sums
+
+
+def _chunk_lengths(num_elements: int) -> numpy.typing.NDArray[numpy.int64]:
+    lengths = numpy.full(-(-num_elements // CHUNK), CHUNK)
+    if num_elements % CHUNK:
+        lengths[-1] = num_elements % CHUNK
+    return lengths
 
 
 def _select(

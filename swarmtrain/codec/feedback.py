@@ -23,6 +23,7 @@ import torch
 from swarmtrain.codec.api import (
     DEFAULT_LIMITS,
     MAX_AGE,
+    MAX_EARLIER,
     Aux,
     Direction,
     Encoded,
@@ -89,7 +90,7 @@ class FeedbackEncoder(Encoder):
         encoded = self._inner.encode_plain(_within(wanted, mask), source_dtype, context, aux)
         after = wanted - _within(self._reconstruct(encoded.payload, DEFAULT_LIMITS), mask)
         ticket = self._new_ticket(context)
-        self._residual, self._used_at = after, context.step
+        self._residual, self._used_at = after, max(self._used_at, context.step)
         self._open[ticket] = _Open(encoded.ticket, self._epoch, before, after)
         return Encoded(encoded.payload, encoded.aux, ticket)
 
@@ -134,7 +135,7 @@ class FeedbackEncoder(Encoder):
         if self._residual is None:
             return
         age = step - self._used_at
-        aged = age < 0 or (age > MAX_AGE and not self._carry)  # going back in time means a roll-back
+        aged = age < -MAX_EARLIER or (age > MAX_AGE and not self._carry)  # going back in time means a roll-back
         if aged or tuple(self._residual.shape) != shape:
             self._drop()
 

@@ -70,6 +70,7 @@ class GradientEncoder:
         self.num_elements = num_elements
         self._error = torch.zeros(num_elements) if spec.kind == "topk" else None
         self._proposed: dict[int, torch.Tensor] = {}  # start of a slice -> its new error
+        self._sent: dict[int, bytes] = {}  # start of a slice -> its payload, until `take_back`
         self._step = self._used_at = 0
         self._elementwise = _elementwise_encoder(spec)
 
@@ -97,7 +98,14 @@ class GradientEncoder:
         wanted = plain(part) + ERROR_DECAY * self._error[start : start + part.numel()]  # (slice,)
         payload = encode_chunk_topk(wanted, part.dtype, self.spec.size)
         self._proposed[start] = wanted - decode(payload, _CONTEXT).tensor
+        self._sent[start] = payload
         return payload
+
+    def take_back(self, where: torch.Tensor, start: int) -> None:
+        """The values at `where` of the slice at `start` did not get into the sum: they count as left out."""
+        payload, error = self._sent.pop(start, None), self._proposed.get(start)
+        if payload is not None and error is not None:
+            error += torch.where(where, decode(payload, _CONTEXT).tensor, 0.0)
 
     def commit(self) -> None:
         """The step was applied: the slices encoded since the last commit or abort leave their new errors."""
@@ -106,14 +114,17 @@ class GradientEncoder:
             self._error[start : start + error.numel()] = error
             self._used_at = self._step
         self._proposed.clear()
+        self._sent.clear()
 
     def abort(self) -> None:
         """The all-reduce was given up: restore the state before `begin`."""
         self._proposed.clear()
+        self._sent.clear()
 
     def reset(self) -> None:
         """Forget the error: the peer changed stage, was restored, or the run was rolled back."""
         self._proposed.clear()
+        self._sent.clear()
         if self._error is not None:
             self._error.zero_()
 

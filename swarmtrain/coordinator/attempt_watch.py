@@ -18,7 +18,8 @@ SILENT_S = 30.0  # a member without a report for this long is given up; longer t
 STALL_S = 30.0  # an attempt in which no byte moves for this long has failed
 MIN_MOVED_BYTES = 4096  # less than this in STALL_S is no progress, whatever the pace
 SLOW_FACTOR = 32.0  # so much slower than expected is no progress; background traffic may be left a sixteenth of a line
-COMPUTE_S = 120.0  # a member may report for this long in an attempt that its device is at work
+COMPUTE_S = 120.0  # a member may report for this long that its device is at work, and nothing else moves
+UNKNOWN_BYTES_PER_S = 125e3  # what a line should carry of which nothing is known yet
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,8 @@ class Pace:
     @property
     def least_bytes(self) -> float:
         """What one member at least must have moved for STALL_S to count as progress."""
-        if not self.expected_s:
-            return MIN_MOVED_BYTES
-        return max(MIN_MOVED_BYTES, self.num_bytes * STALL_S / (SLOW_FACTOR * max(self.expected_s, STALL_S)))
+        expected_s = self.expected_s or self.num_bytes / UNKNOWN_BYTES_PER_S
+        return max(MIN_MOVED_BYTES, self.num_bytes * STALL_S / (SLOW_FACTOR * max(expected_s, STALL_S)))
 
 
 class AttemptWatch:
@@ -42,7 +42,7 @@ class AttemptWatch:
     def __init__(self, peers: Iterable[str], now: float, pace: Pace | None = None) -> None:
         self._heard_at = dict.fromkeys(peers, now)
         self._reports: dict[str, Preparing] = {}
-        self._started_at = self._moved_at = now
+        self._moved_at = now
         self._least_bytes = (pace or Pace()).least_bytes
         self._marked_bytes = dict.fromkeys(self._heard_at, 0)
 
@@ -61,11 +61,11 @@ class AttemptWatch:
         """A member has given its final answer."""
         if self._heard_at.pop(peer_id, None) is not None:
             self._moved_at = now
+            self._reports.pop(peer_id, None)  # it waits for nobody any more
 
     def excuse(self, seconds: float) -> None:
         """No member could be heard for this long, because this process stood still or its host was cut off."""
         self._heard_at = {peer_id: at + seconds for peer_id, at in self._heard_at.items()}
-        self._started_at += seconds
         self._moved_at += seconds
 
     def silent(self, now: float) -> list[str]:
@@ -74,22 +74,18 @@ class AttemptWatch:
 
     def has_stalled(self, now: float) -> bool:
         """Whether the attempt makes no progress any more."""
-        if now - self._moved_at <= STALL_S:
-            return False
-        return now - self._started_at > COMPUTE_S or not any(
-            report.is_computing for peer_id, report in self._reports.items() if peer_id in self._heard_at
-        )
+        computes = any(report.is_computing for report in self._reports.values())
+        return now - self._moved_at > (COMPUTE_S if computes else STALL_S)
 
     def complaint(self, peer_id: str) -> Unprepared | None:
         """In a stalled attempt: the peers that a member waits for; None if there are none, and it holds the attempt up.
 
-        An owner that lacks shares cannot answer: while any member lacks shares, owners are not complained about.
+        What a member waits for may itself wait for something: only those who wait for what comes first (`Lacks`)
+        complain.
         """
         report = self._reports.get(peer_id)
-        if report is None or report.is_computing:
+        if report is None or report.is_computing or not report.waits_for:
             return None
-        lacks_shares = any(item.missing for item in self._reports.values())
-        suspects = report.missing if lacks_shares else report.unanswered
-        if not suspects and not report.unanswered:
-            return None
+        first = min(item.lacks for item in self._reports.values() if item.waits_for)
+        suspects = report.waits_for if report.lacks == first else ()
         return Unprepared(b"", suspects, f"next to nothing has moved for {STALL_S:.0f} s")

@@ -25,13 +25,14 @@ class Blame:
 
     def __init__(self) -> None:
         self._strikes: Counter[tuple[str, str]] = Counter()
+        self._complaints: Counter[str] = Counter()  # of all attempts, made by a peer or against it
 
     def attempt(self, members: Sequence[Member], replies: Sequence[Reply]) -> list[Member]:
         """Note an attempt that failed with these replies; returns the peers to leave out from now on."""
         if all(isinstance(reply, Prepared) for reply in replies):
             blamed = _minority(members, replies)
         else:
-            blamed = _most_complained_of(members, replies)
+            blamed = _most_complained_of(members, replies, self._complaints)
         for member in blamed:
             self._strikes[member.key] += 1
         return [member for member in blamed if self._strikes[member.key] >= MAX_STRIKES]
@@ -44,7 +45,8 @@ def _minority(members: Sequence[Member], replies: Sequence[Reply]) -> list[Membe
     return [member for member, digest in zip(members, digests, strict=True) if digest != majority]
 
 
-def _most_complained_of(members: Sequence[Member], replies: Sequence[Reply]) -> list[Member]:
+def _most_complained_of(members: Sequence[Member], replies: Sequence[Reply], before: Counter[str]) -> list[Member]:
+    """The peer with the most complaints; of two that accuse each other, the one with more in attempts `before`."""
     by_peer = {member.peer_id: member for member in members}
     against: Counter[str] = Counter()
     made: Counter[str] = Counter()
@@ -62,6 +64,8 @@ def _most_complained_of(members: Sequence[Member], replies: Sequence[Reply]) -> 
     most = max(total.values())
     done = {member.peer_id for member, reply in zip(members, replies, strict=True) if isinstance(reply, Prepared)}
     worst = sorted(
-        (peer for peer in total if total[peer] == most), key=lambda peer: (peer in done, -against[peer], peer)
+        (peer for peer in total if total[peer] == most),
+        key=lambda peer: (peer in done, -against[peer], -before[peer], peer),
     )
+    before.update(total)
     return [by_peer[worst[0]]]

@@ -67,6 +67,11 @@ class StepBooks:
         claimants = self._claims[stage][microbatch]
         return Hop(stage, *claimants[0]) if claimants else None
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether every microbatch has come back once."""
+        return len(self.losses) == self.num_microbatches
+
     def missing(self, stage: int) -> list[int]:
         """Microbatches that no peer has on this stage."""
         return [i for i in range(self.num_microbatches) if not self._claims[stage][i]]

@@ -66,7 +66,7 @@ class RunContext:
     prepared: frozenset[tuple[str, str]] = frozenset()  # peers that hold the sums of the last decision
     is_over: bool = False
     members: Members = field(default_factory=Members)
-    books: StepBooks | None = None
+    books: dict[int, StepBooks] = field(default_factory=dict)  # of the open steps
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     stages: list[StageBook] = field(default_factory=list)
     background: set[asyncio.Task[object]] = field(default_factory=set)
@@ -146,9 +146,13 @@ class RunContext:
             else:
                 self.events.emit(PeerLost(member.peer_id, member.stage, reason, member.name))
                 self.missed(member.peer_id)
-        if self.books is not None:
-            self.books.lose(member.stage, member.key)
+        self.void_claims(member)
         await self.notify()
+
+    def void_claims(self, member: Member) -> None:
+        """A peer's ledgers are gone or out of reach: what it had of the open steps must be computed again."""
+        for books in self.books.values():
+            books.lose(member.stage, member.key)
 
     def missed(self, peer_id: str) -> None:
         """A peer could not be reached, or was given up: it may not know how the run stands."""

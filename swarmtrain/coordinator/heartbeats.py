@@ -56,14 +56,13 @@ class Heartbeats:
         restarted = context.members.heartbeat(peer_id, beat, asyncio.get_running_loop().time())
         if restarted is not None:
             context.events.emit(PeerLost(restarted.peer_id, restarted.stage, "it has restarted", restarted.name))
-            if context.books is not None:
-                context.books.lose(restarted.stage, restarted.key)
+            context.void_claims(restarted)
         member = context.members.get(peer_id)
         assert member is not None
         if report.state == STALLED and former is not None and former.state == "serving":
             context.events.emit(PeerLost(member.peer_id, member.stage, "its device does not answer", member.name))
-        if context.books is not None and report.state in ("syncing", STALLED):
-            context.books.lose(member.stage, member.key)  # its ledger is dropped, or out of reach
+        if report.state in ("syncing", STALLED):
+            context.void_claims(member)  # its ledgers are dropped, or out of reach
         self._tell_decision(member)
         if member.state == "serving" and (former is None or former.state != "serving"):
             context.events.emit(PeerJoined(member.peer_id, member.stage, member.step, member.name))

@@ -1,4 +1,8 @@
-"""Leases: each microbatch of a step is given to stage 0 with its tokens; lost ones are replayed."""
+"""Leases: each microbatch of a step is given to stage 0 with its tokens; lost ones are replayed.
+
+Steps are leased one after the other, without a pause in between if the next one does not need the last decision
+(`schedule.delay`): one window limits what is under way of all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from swarmtrain import world
 from swarmtrain.coordinator.books import ReplayPlan, StepBooks
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.sizes import id_type
 from swarmtrain.observe.events import WorkReplayed
 from swarmtrain.p2p.errors import HostDownError, NetError
-from swarmtrain.route.window import InFlightWindow, LeaseDeadlines, stepwise
+from swarmtrain.route.window import InFlightWindow, LeaseDeadlines, WindowOptions, stepwise
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.schedule import mean_loss
 from swarmtrain.wire.messages import Code, Done, Hop, Replay, Work
@@ -53,24 +58,46 @@ class Leases:
         self._context = context
         self._id_type = id_type(context.manifest.model.vocab_size)
         self._deadlines = LeaseDeadlines(initial_s=FIRST_LEASE_S, minimum_s=MIN_LEASE_S)
-        self._in_flight = InFlightWindow(
-            stepwise(initial=MIN_IN_FLIGHT, maximum=context.manifest.batch.microbatches_per_step)
-        )
+        batch, delay = context.manifest.batch.microbatches_per_step, context.manifest.schedule.delay
+        without_pause = WindowOptions(initial=MIN_IN_FLIGHT, maximum=2 * batch)
+        self._in_flight = InFlightWindow(without_pause if delay else stepwise(initial=MIN_IN_FLIGHT, maximum=batch))
+        self._num_under_way = 0
+        self._idle_since = world.monotonic()
+        self.newest = -1  # the state that peers have: steps that need a later one are not leased yet
 
-    async def run(self, step: int, books: StepBooks) -> None:
-        """Lease all microbatches of `step`; returns when each has been answered."""
+    @property
+    def idle_s(self) -> float:
+        """For how long no microbatch has been under way."""
+        return 0.0 if self._num_under_way else world.monotonic() - self._idle_since
+
+    async def allow(self, newest: int) -> None:
+        """Peers of all stages have applied `newest` steps: steps that compute with that state may be leased."""
+        self.newest = newest
+        await self._context.notify()
+
+    async def fill(self) -> None:
+        """Lease the run's steps from its current one to its last; returns when all has been answered."""
+        context, manifest = self._context, self._context.manifest
         limit = ResizableSemaphore(self.window)
 
-        async def one(microbatch: int) -> None:
+        async def one(step: int, microbatch: int, books: StepBooks) -> None:
             try:
                 await self._lease(step, microbatch, books, ())
             finally:
                 limit.leave()
 
         async with asyncio.TaskGroup() as tasks:
-            for microbatch in range(books.num_microbatches):
-                await limit.enter()
-                tasks.create_task(one(microbatch))
+            for step in range(context.step, manifest.schedule.steps):
+                await self._is_there(manifest.weights_step(step))
+                books = StepBooks(manifest.stages.count, manifest.batch.microbatches_per_step)
+                context.books[step] = books
+                for microbatch in range(books.num_microbatches):
+                    await limit.enter()
+                    tasks.create_task(one(step, microbatch, books))
+
+    async def _is_there(self, state: int) -> None:
+        """Wait until peers have the state after so many steps."""
+        await self._context.wait_for(lambda: self.newest >= state)
 
     async def repair(self, step: int, books: StepBooks) -> None:
         """Replay whatever some stage has lost, again and again; runs until it is cancelled."""
@@ -102,10 +129,15 @@ class Leases:
         return mean_loss(list(await asyncio.gather(*(one(i) for i in range(count)))))
 
     async def _lease(self, step: int, microbatch: int, books: StepBooks, hints: tuple[Hop, ...]) -> None:
-        tokens = self._context.sampler.microbatch(step, microbatch)
-        started = asyncio.get_running_loop().time()
-        done = await self._call(self._work(step, microbatch, tokens, hints=hints))
-        delay_s = asyncio.get_running_loop().time() - started
+        tokens, loop = self._context.sampler.microbatch(step, microbatch), asyncio.get_running_loop()
+        started = loop.time()
+        self._num_under_way += 1
+        try:
+            done = await self._call(self._work(step, microbatch, tokens, hints=hints))
+        finally:
+            self._num_under_way -= 1
+            self._idle_since = world.monotonic()
+        delay_s = loop.time() - started
         self._in_flight.finished(delay_s, min(done.waited_s, delay_s))
         await self._record(microbatch, done, books)
 

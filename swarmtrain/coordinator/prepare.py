@@ -17,11 +17,11 @@ from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.members import Member
 from swarmtrain.model.buffers import StateLayout
-from swarmtrain.model.reduce_bytes import reduce_bytes
+from swarmtrain.model.reduce_bytes import num_groups, reduce_bytes
 from swarmtrain.observe.events import PrepareFailed, StagePrepared
 from swarmtrain.p2p.errors import HostDownError, NetError
 from swarmtrain.reduce.coding import stage_elements
-from swarmtrain.reduce.partition import owned_elements
+from swarmtrain.reduce.groups import Place, arrange
 from swarmtrain.reduce.selective import StageCompression
 from swarmtrain.rpc.calls import OnProgress
 from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, PeerSilent
@@ -193,25 +193,18 @@ class Preparer:
         """The roster that all-reduces `size` elements: all members of these stages, and newcomers as listeners."""
         members = [(member, side.shares) for side in sides for member in side.members]
         listeners = [(member, side.shares) for side in sides for member in self._listeners(side, step)]
-        owned = owned_elements(size, [member.rates for member, _ in members])
-        return tuple(
-            RosterEntry(
-                peer_id=member.peer_id,
-                incarnation=member.report.incarnation,
-                microbatches=np.array(sorted(shares.get(member.key, [])), dtype="<u4").tobytes(),
-                owned=elements,
-            )
-            for (member, shares), elements in zip([*members, *listeners], [*owned, *[0] * len(listeners)], strict=True)
-        )
+        places = arrange(size, [member.rates for member, _ in members])
+        count = num_groups(len(members))
+        places += [Place(len(members) + index, index % count, 0) for index in range(len(listeners))]
+        everybody = [*members, *listeners]
+        return tuple(_entry(*everybody[place.member], place) for place in places)
 
     def _pace(self, sides: list[_Side]) -> Pace:
         """What one member should receive in this attempt, and how fast. Of a group: the least, and the slowest."""
         manifest, received, expected_s = self._context.manifest, [], []
         for side in sides:
             num_peers = len(side.members)
-            received.append(
-                reduce_bytes(manifest, self._layouts[side.stage].plan).of_group(num_peers) * (1 - 1 / max(1, num_peers))
-            )
+            received.append(reduce_bytes(manifest, self._layouts[side.stage].plan).per_peer(num_peers))
             rates = [min(rate for rate in member.rates if rate) for member in side.members if any(member.rates)]
             expected_s += [self._compression.measured_s(side.stage), *(received[-1] / rate for rate in rates)]
         return Pace(min(received), max(expected_s))
@@ -321,6 +314,16 @@ class Preparer:
         reason = "; ".join(reasons)[:500] or "replicas disagree on the reduced gradient"
         context.events.emit(PrepareFailed(request.step + 1, request.stage, request.attempt, reason))
         await context.notify()
+
+
+def _entry(member: Member, shares: Shares, place: Place) -> RosterEntry:
+    return RosterEntry(
+        peer_id=member.peer_id,
+        incarnation=member.report.incarnation,
+        microbatches=np.array(sorted(shares.get(member.key, [])), dtype="<u4").tobytes(),
+        owned=place.owned,
+        group=place.group,
+    )
 
 
 def _listener(watch: AttemptWatch, member: Member) -> OnProgress:

@@ -48,7 +48,8 @@ class Run:
         self._applies, self._driver = applies, StepDriver(context, applies)
         self._writing: asyncio.Task[object] | None = None
         self._writing_step, self._was_left_out = 0, False
-        self._codecs_remember = codecs_remember(context.manifest)
+        # Elsewhere than at a barrier a checkpoint would not restore all that the run goes on with.
+        self._only_at_barriers = codecs_remember(context.manifest) or context.manifest.schedule.delay > 0
         self._held_up: Wait | None = None  # what keeps the last checkpoint from being written
         self.last: StepApplied | None = None
         self._val_loss: float | None = None
@@ -65,15 +66,20 @@ class Run:
         """Train from where the run stands to its end."""
         context, schedule = self._context, self._context.manifest.schedule
         await self._validate_if_due()
-        while context.step < schedule.steps:
-            await self._all_stages_served()
-            due = self._checkpoint_due(context.step + 1)
-            started = world.monotonic()
-            result = await self._driver.step(checkpoint=due)
-            seconds = world.monotonic() - started
-            if due:
-                await self._checkpoint(result)
-            await self._report(result, seconds)
+        leases = self._driver.leases
+        leases.newest = -1
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(leases.fill())
+            while context.step < schedule.steps:
+                await self._all_stages_served()
+                await leases.allow(context.step)
+                due = self._checkpoint_due(context.step + 1)
+                started = world.monotonic()
+                result = await self._driver.step(checkpoint=due)
+                seconds = world.monotonic() - started
+                if due:
+                    await self._checkpoint(result)
+                await self._report(result, seconds)
         await self._final_checkpoint()
         self._end()
 
@@ -128,7 +134,8 @@ class Run:
             await asyncio.wait([self._writing])
         step = self._checkpoints.step
         context.events.emit(RunRolledBack(stage, context.step, step))
-        context.books = context.decided = None
+        context.books.clear()
+        context.decided = None
         context.prepared = frozenset()
         context.term = context.valid_from = context.term + 1
         context.journal.set("term", str(context.term))
@@ -205,7 +212,8 @@ class Run:
     def _checkpoint_due(self, step: int) -> bool:
         """Whether to write one after `step` steps: at the end, where the manifest says, and at once if the last failed.
 
-        Codecs that remember forbid the latter: a run that is restored there would not go on as this one does. Training
+        Codecs that remember, and a delay, forbid the latter: a run that is restored there would not go on as this one
+        does. Training
         does not wait for a slow checkpoint: one that falls due meanwhile is left out, and made up for afterwards.
         """
         manifest = self._context.manifest
@@ -217,7 +225,7 @@ class Run:
                 reason = f"left out, since the one before is still being written (step {self._writing_step})"
                 self._context.events.emit(CheckpointFailed(step, reason))
             return False
-        return manifest.is_checkpoint(step) or (self._owes_checkpoint() and not self._codecs_remember)
+        return manifest.is_checkpoint(step) or (self._owes_checkpoint() and not self._only_at_barriers)
 
     def _owes_checkpoint(self) -> bool:
         """Whether the last checkpoint failed (dead keepers, a full disk), or one was left out while it was written."""

@@ -1,4 +1,4 @@
-"""One optimizer step, from the first lease to the last apply. Read `StepDriver.step` first."""
+"""How an optimizer step ends, from the last answer to the last apply. Read `StepDriver.step` first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarmtrain.run.schedule import check_norm, gradient_scale, learning_rate, m
 
 
 class StepDriver:
-    """Drives the run's steps."""
+    """Ends the run's steps one after the other, while `leases` fills the pipeline with what they do not hold up."""
 
     def __init__(self, context: RunContext, applies: Applies) -> None:
         self._context, self._applies = context, applies
@@ -25,13 +25,12 @@ class StepDriver:
         self._preparer = Preparer(context)
 
     async def step(self, *, checkpoint: bool) -> StepResult:
-        """Lease, reduce, decide, apply. With `checkpoint`, a peer of each stage keeps a copy of the new state."""
-        context = self._context
-        step, stages = context.step, range(context.manifest.stages.count)
-        books = StepBooks(len(stages), context.manifest.batch.microbatches_per_step)
-        context.books = books
+        """Await the leases of the run's step; reduce, decide, apply. With `checkpoint`, a peer of each stage keeps a
+        copy of the new state."""
+        context, step = self._context, self._context.step
         started = world.monotonic()
-        await self.leases.run(step, books)
+        await context.wait_for(lambda: step in context.books and context.books[step].is_answered)
+        books = context.books[step]
         leased = world.monotonic()
         prepared = await self._prepared(step, books)
         reduced = world.monotonic()
@@ -43,9 +42,16 @@ class StepDriver:
         context.prepared = frozenset(member.key for stage in prepared for member in stage.members)
         context.faults.hit(Point.AFTER_DECISION)
         result = await self._applies.carry_out(decision, prepared, checkpoint=checkpoint)
+        del context.books[step]
         context.tally.decided(decision)
         applied = world.monotonic()
-        context.events.emit(StepTimed(step + 1, leased - started, reduced - leased, applied - reduced))
+        slowest = max(prepared, key=lambda stage: stage.answered_at).stage
+        waited_s = min(self.leases.idle_s, applied - leased)
+        context.events.emit(
+            StepTimed(step + 1, leased - started, reduced - leased, applied - reduced, waited_s, slowest)
+        )
+        if context.manifest.schedule.delay:
+            await self.leases.allow(context.step)
         context.faults.hit(Point.AFTER_STEP)
         return result
 

@@ -1,5 +1,8 @@
 """The flat buffers of a stage's state: where every tensor lies, and how the state is cut into chunks. No allocation.
 
+With `schedule.delay` the weights that open steps compute with belong to the state: whoever has it can compute every
+open step. A checkpoint does not hold them, since it is a barrier: there they are the parameters.
+
 All tensors of a stage lie in one flat buffer each for parameters, first and second moments, every tensor at a multiple
 of 64 bytes, so that kernels see the same alignment in every split.
 """
@@ -56,8 +59,12 @@ class BufferSpec:
         return self.num_elements * self.dtype.itemsize
 
 
+WEIGHTS, NEXT_WEIGHTS = "weights", "next_weights"  # buffers: what this step, and the next one, compute with
+
+
 class StateLayout:
-    """The buffers of one stage, in their fixed order: parameters, moments, and where they exist basis and Gram."""
+    """The buffers of one stage, in their fixed order: parameters, moments, and where they exist basis and Gram,
+    PowerSGD's factors, and the weights of the open steps."""
 
     def __init__(self, manifest: Manifest, index: int, dtype: torch.dtype = torch.float32) -> None:
         self.manifest = manifest
@@ -80,6 +87,15 @@ class StateLayout:
         self.factored = [slot for slot in self.slots if self._is_factored(slot)]
         if self.factored:
             self.buffers.append(BufferSpec("right_factors", self.right_elements, torch.float32))
+        self.is_delayed = manifest.schedule.delay > 0
+        if self.is_delayed:
+            self.buffers.append(BufferSpec(WEIGHTS, size, dtype))
+            if manifest.schedule.predict:  # else they are the parameters
+                self.buffers.append(BufferSpec(NEXT_WEIGHTS, size, dtype))
+
+    def index(self, name: str) -> int | None:
+        """Where a buffer is among all, if this stage has it."""
+        return next((index for index, buffer in enumerate(self.buffers) if buffer.name == name), None)
 
     @property
     def right_elements(self) -> int:
@@ -114,8 +130,14 @@ class StateLayout:
             yield "subspace/basis", buffers[3].view(self.manifest.model.hidden_size, self.manifest.boundary.k)
         if self.tracks:
             yield GRAM, buffers[4]
-        if self.factored:
-            yield "reduce/right_factors", buffers[-1]
+        if (factors := self.index("right_factors")) is not None:
+            yield "reduce/right_factors", buffers[factors]
+
+    def complete(self, buffers: Sequence[Tensor]) -> None:
+        """Fill in what a checkpoint leaves out, from what it holds: at a barrier all weights are the parameters."""
+        for name in (WEIGHTS, NEXT_WEIGHTS):
+            if (weights := self.index(name)) is not None:
+                buffers[weights].copy_(buffers[0])
 
     def chunks(self) -> list[tuple[int, int, int]]:
         """(buffer, first byte, byte after the last) of every chunk; a chunk never spans two buffers."""

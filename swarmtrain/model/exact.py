@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -36,6 +37,12 @@ class ExactSum:
         """Back to zero."""
         self.total.zero_()
         self.capacity_used = 0.0
+
+    def copied(self) -> ExactSum:
+        """Another one with the same content."""
+        other = copy(self)
+        other.total = self.total.clone()
+        return other
 
     def add(self, offsets: Sequence[int], gradients: Sequence[Tensor | None], *, sign: int = 1) -> None:
         """Add (or with sign -1 take away) one microbatch's gradients, each at its offset; None counts as zeros.
@@ -78,6 +85,12 @@ class FloatSum:
     def clear(self) -> None:
         """Back to zero."""
         self.total.zero_()
+
+    def copied(self) -> FloatSum:
+        """Another one with the same content."""
+        other = copy(self)
+        other.total = self.total.clone()
+        return other
 
     def add(self, offsets: Sequence[int], gradients: Sequence[Tensor | None], *, sign: int = 1) -> None:
         """Add (or take away) one microbatch's gradients; `DivergedError`, and nothing added, if one is not finite."""

@@ -1,7 +1,8 @@
 """What a stage's all-reduce puts on the line of a peer, for every reduce.codec. A test holds it against the messages.
 
-Of n peers each owns an n-th of the numbers. A peer sends its shares of the others' parts to their owners, and the sum
-of its own part to all: as many bytes as it receives.
+Of n peers in a group each owns an n-th of the numbers. A peer sends its shares of the others' parts to their owners,
+and the sum of its own part to all: as many bytes as it receives. Between groups (reduce/groups.py) owners do the same
+with the sums of their groups, which take more bytes than a share, since they are exact, but are an n-th of the numbers.
 """
 
 from __future__ import annotations
@@ -19,23 +20,57 @@ _INT8 = 1 + 2 / 128  # with a scale for every 128
 _TOPK_CHUNK = 4096
 _TOPK_KEPT = 14 / 8  # bytes: 12 bits of position, 2 of value
 _TOPK_MEAN = 2 / _TOPK_CHUNK
+_TOPK_SUM_KEPT = 2 * 28 / 8  # bytes: in a sum twice as many values, of 12 and 16 bits
+
+# Of a group's sum (reduce/totals.py): as wide as its largest and its finest number need, so these are typical.
+_EXACT_SUM = EXACT_SHARE + 1
+_FP32_SUM = 9
+_BF16_SUM = 5
+_INT8_SUM = 7
+_TOPK_SUM = 7  # of a number that a member sent; where none did, a bit says so
+_TYPICAL_GROUP = 24
+
+MAX_GROUP = 32  # peers that all-reduce in one level; more of them form groups (reduce/groups.py)
+
+
+def num_groups(num_peers: int) -> int:
+    """As few as possible."""
+    return max(1, -(-num_peers // MAX_GROUP))
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceBytes:
-    """`whole` + `per_peer` n bytes, less the n-th of them that a peer owns itself."""
+    """Bytes of all numbers of a stage, there and back."""
 
-    whole: float
-    per_peer: float = 0.0  # topk: an answer repeats every peer's share
+    whole: float  # a peer's share to its owners, and the sum
+    between: float = 0.0  # a group's sum to the roots, and the sum
+
+    def per_peer(self, num_peers: int) -> float:
+        """What a peer sends, and receives, on average. Bounded, however many there are.
+
+        A group's owners have a part of the numbers each, its roots a part of that; nobody sends itself anything.
+        """
+        count = num_groups(num_peers)
+        owned = count / max(1, num_peers)
+        return self.whole * (1.0 - owned) + self.between * owned * (1.0 - 1.0 / count)
+
+    def times(self, numbers: float) -> ReduceBytes:
+        """Of so many numbers, if this is of one."""
+        return ReduceBytes(self.whole * numbers, self.between * numbers)
+
+    def plus(self, other: ReduceBytes) -> ReduceBytes:
+        """Of both."""
+        return ReduceBytes(self.whole + other.whole, self.between + other.between)
 
     def of_group(self, num_peers: int) -> float:
-        """What a peer would send, and receive, if all parts were others'."""
-        return self.whole + self.per_peer * num_peers
+        """The same before the n-th is taken off that a peer of n owns itself."""
+        return self.per_peer(num_peers) / (1.0 - 1.0 / num_peers) if num_peers > 1 else self.whole
 
 
 def reduce_bytes(manifest: Manifest, plan: StagePlan) -> ReduceBytes:
     """Of one stage and step. What tied embeddings have in common, and PowerSGD's small tensors, travel exactly."""
-    exact = (EXACT_SHARE if manifest.batch.accumulate == "exact" else _FP32) + _FP32
+    is_exact = manifest.batch.accumulate == "exact"
+    exact = ReduceBytes((EXACT_SHARE if is_exact else _FP32) + _FP32, (_EXACT_SUM if is_exact else _FP32_SUM) + _FP32)
     codec = manifest.reduce.codec
     is_tied = manifest.model.tie_embeddings and plan.count > 1
     fused = sum(spec.num_elements for spec in plan.tensors if is_tied and spec.name == EMBEDDING)
@@ -48,12 +83,21 @@ def reduce_bytes(manifest: Manifest, plan: StagePlan) -> ReduceBytes:
         ]
         in_factors = rank * sum(sum(spec.shape) for spec in factored)
         others = own - sum(spec.num_elements for spec in factored)
-        return ReduceBytes(exact * (fused + others) + 2 * _FP32 * in_factors)
+        return exact.times(fused + others).plus(ReduceBytes(2 * _FP32, _FP32_SUM + _FP32).times(in_factors))
+    each = {
+        "bf16": ReduceBytes(2 * _BF16, _BF16_SUM + _BF16),
+        "int8": ReduceBytes(2 * _INT8, _INT8_SUM + _INT8),
+    }.get(codec, exact)
     if found := re.fullmatch(r"topk(\d+)", codec):
-        share = own * (int(found[1]) * _TOPK_KEPT / _TOPK_CHUNK + _TOPK_MEAN)
-        return ReduceBytes(exact * fused + share, share)
-    both_ways = {"none": exact, "bf16": 2 * _BF16, "int8": 2 * _INT8}.get(codec, exact)
-    return ReduceBytes(exact * fused + both_ways * own)
+        each = _topk_bytes(int(found[1]) / _TOPK_CHUNK)
+    return exact.times(fused).plus(each.times(own))
+
+
+def _topk_bytes(kept: float) -> ReduceBytes:
+    """Per number, if this part of all numbers is kept."""
+    answer = min(0.5, kept) * _TOPK_SUM_KEPT  # a sum has all of them, at most
+    sent_by_some = 1.0 - (1.0 - kept) ** _TYPICAL_GROUP
+    return ReduceBytes(kept * _TOPK_KEPT + _TOPK_MEAN + answer, sent_by_some * _TOPK_SUM + 1 / 8 + answer)
 
 
 def is_factored(spec: TensorSpec, rank: int) -> bool:

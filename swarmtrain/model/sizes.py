@@ -85,7 +85,8 @@ def stage_memory(manifest: Manifest, plan: StagePlan) -> int:
     passing = max(plan.num_parameters * _FP32, muon_working_bytes(plan))
     is_dense = manifest.boundary.kind == "dense"
     table = 0 if is_dense else manifest.model.vocab_size * manifest.model.hidden_size * _FP32
-    return plan.state_elements * _FP32 + plan.num_parameters * accumulator + table + passing
+    two_steps = manifest.schedule.delay * plan.num_parameters * (2 * _FP32 + accumulator)  # weights of each, a sum more
+    return plan.state_elements * _FP32 + plan.num_parameters * accumulator + table + passing + two_steps
 
 
 def muon_working_bytes(plan: StagePlan) -> int:

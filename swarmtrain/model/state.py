@@ -6,12 +6,13 @@ The digest is a hash over fixed-size chunks of the state's bytes, which is what 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from swarmtrain.errors import CheckpointError
-from swarmtrain.model.buffers import Slot, StateLayout, chunk_digests, state_digest
+from swarmtrain.model.buffers import NEXT_WEIGHTS, WEIGHTS, Slot, StateLayout, chunk_digests, state_digest
 from swarmtrain.model.exact import Accumulator, make_accumulator
 from swarmtrain.model.initial import draw_normal, initial_tensor, token_table
 from swarmtrain.model.layout import StagePlan
@@ -19,9 +20,24 @@ from swarmtrain.model.stage import Stage
 from swarmtrain.model.subspace import first_basis
 from swarmtrain.run.manifest import Manifest
 
+_VERSIONS = (WEIGHTS, NEXT_WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A module and the parameters that it computes with: views of one flat buffer."""
+
+    flat: Tensor
+    module: Stage
+    parameters: list[Tensor]  # in slot order
+
 
 class StageState:
-    """The state of one stage and the module that computes with it."""
+    """The state of one stage and the modules that compute with it.
+
+    Without a delay every step computes with the parameters themselves. With `schedule.delay` two steps may be open, and
+    each has weights of its own: step u's lie in slot u % 2 of `versions`, until step u is applied.
+    """
 
     def __init__(
         self, manifest: Manifest, index: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
@@ -32,20 +48,64 @@ class StageState:
         self.slots: list[Slot] = self.layout.slots
         self.step = 0  # optimizer steps applied so far
         self.basis_epoch = 0  # moves of U so far
-        self.buffers = [buffer.to(self.device) for buffer in self.layout.empty()]
-        self.parameters, self.first_moment, self.second_moment = self.buffers[:3]
+        self._flat = [buffer.to(self.device) for buffer in self.layout.empty()]
+        self.parameters, self.first_moment, self.second_moment = self._flat[:3]
         self.basis: Tensor | None = None  # U, (d, k)
-        self.gram: Tensor | None = self.buffers[4] if self.layout.tracks else None  # C since U last moved
+        self.gram: Tensor | None = self._flat[4] if self.layout.tracks else None  # C since U last moved
         table: Tensor | None = None  # T, (V, d)
         if self.layout.has_basis:
-            self.basis = self.buffers[3].view(manifest.model.hidden_size, manifest.boundary.k)
+            self.basis = self._flat[3].view(manifest.model.hidden_size, manifest.boundary.k)
             self.basis.copy_(first_basis(manifest))
         if manifest.boundary.kind != "dense":
             table = token_table(manifest).to(self.device, dtype)
-        self.right_factors: Tensor | None = self.buffers[-1] if self.layout.factored else None  # PowerSGD's Q
+        factors = self.layout.index("right_factors")
+        self.right_factors: Tensor | None = None if factors is None else self._flat[factors]  # PowerSGD's Q
         self._fill_initial()
-        self.module = Stage(manifest, self.plan, self.basis, table)
-        self._bind()
+        self.newest = self._weights(self.parameters, table)
+        self.versions = [self._weights(flat, table) for flat in self._version_buffers()]
+        self.make_versions()
+
+    @property
+    def module(self) -> Stage:
+        """The module that computes with the parameters."""
+        return self.newest.module
+
+    @property
+    def modules(self) -> list[Stage]:
+        """All modules."""
+        return [self.newest.module, *(weights.module for weights in self.versions)]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All of the state, in the layout's order."""
+        own = [self._flat[index] for index, spec in enumerate(self.layout.buffers) if spec.name not in _VERSIONS]
+        if not self.versions:
+            return own
+        now, later = self.versions[self.step % 2].flat, self.versions[(self.step + 1) % 2].flat
+        return [*own, now, later] if self.manifest.schedule.predict else [*own, now]
+
+    def weights(self, step: int) -> Weights:
+        """What the microbatches of `step` compute with."""
+        return self.versions[step % 2] if self.versions else self.newest
+
+    def before_update(self) -> None:
+        """The step under way will be applied now: its weights are not needed any more, the parameters before it are."""
+        if self.versions and self.manifest.is_predicted(self.step + 2):
+            self.versions[self.step % 2].flat.copy_(self.parameters)
+
+    def make_versions(self) -> None:
+        """After an update: the weights of the steps that compute with this state."""
+        manifest, step = self.manifest, self.step
+        if not self.versions:
+            return
+        if manifest.weights_step(step) == step:  # a barrier, or the delay has not begun
+            self.versions[step % 2].flat.copy_(self.parameters)
+        later = self.versions[(step + 1) % 2].flat
+        if manifest.is_predicted(step + 1):
+            torch.sub(self.parameters, later, out=later)
+            later.add_(self.parameters)
+        else:
+            later.copy_(self.parameters)
 
     @property
     def tracks(self) -> bool:
@@ -91,12 +151,15 @@ class StageState:
         for name, mine in own.items():
             mine.copy_(tensors[name])
         self.step, self.basis_epoch = step, basis_epoch
+        self.layout.complete(self.buffers)
+        self._share_weights()
 
     def load_buffers(self, buffers: Sequence[Tensor], *, step: int, basis_epoch: int) -> None:
         """Replace the whole state by downloaded buffers of the same layout."""
+        self.step, self.basis_epoch = step, basis_epoch
         for mine, theirs in zip(self.buffers, buffers, strict=True):
             mine.copy_(theirs)
-        self.step, self.basis_epoch = step, basis_epoch
+        self._share_weights()
 
     def chunk_digests(self) -> list[bytes]:
         """SHA-256 of every chunk of the state's bytes, in order."""
@@ -119,12 +182,27 @@ class StageState:
             self.right_factors[start : start + factor.numel()] = factor.reshape(-1)
             start += factor.numel()
 
-    def _bind(self) -> None:
-        """Make the module's parameters views of the flat buffer."""
-        parameters = dict(self.module.named_parameters())
+    def _version_buffers(self) -> list[Tensor]:
+        """Two, with a delay."""
+        if not self.layout.is_delayed:
+            return []
+        found = [self._flat[index] for index, spec in enumerate(self.layout.buffers) if spec.name in _VERSIONS]
+        return [*found, *(torch.empty_like(self.parameters) for _ in range(2 - len(found)))]
+
+    def _share_weights(self) -> None:
+        """The next step's weights, where the state does not name them: they are the parameters."""
+        if self.versions and not self.manifest.schedule.predict:
+            self.versions[(self.step + 1) % 2].flat.copy_(self.parameters)
+
+    def _weights(self, flat: Tensor, table: Tensor | None) -> Weights:
+        """A module whose parameters are views of `flat`."""
+        module = Stage(self.manifest, self.plan, self.basis, table)
         names = [slot.spec.name for slot in self.slots]
-        assert sorted(parameters) == sorted(names), "the layout and the module disagree"
+        assert sorted(dict(module.named_parameters())) == sorted(names), "the layout and the module disagree"
+        parameters: list[Tensor] = []
         for slot in self.slots:
             parent, _, leaf = slot.spec.name.rpartition(".")
-            view = self.parameters[slot.span].view(slot.spec.shape)
-            setattr(self.module.get_submodule(parent), leaf, torch.nn.Parameter(view))
+            parameter = torch.nn.Parameter(flat[slot.span].view(slot.spec.shape))
+            setattr(module.get_submodule(parent), leaf, parameter)
+            parameters.append(parameter)
+        return Weights(flat, module, parameters)

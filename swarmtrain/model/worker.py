@@ -1,7 +1,8 @@
 """The arithmetic of one stage, used by the reference trainer and by every peer alike.
 
-Forward of a microbatch, backward that adds its gradient to the stage's sum, and the step: finish (project, norm) and
-apply. Weights change only in `apply`, so backward always sees the weights of the forward, kept graph or not.
+Forward of a microbatch, backward that adds its gradient to its step's sum, and the step: finish (project, norm), apply
+and enter. A step's weights do not change while it is open, so backward always sees the weights of the forward, kept
+graph or not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from swarmtrain.model.adamw import apply_adamw, project_gradient
 from swarmtrain.model.exact import Accumulator, squared_norm
 from swarmtrain.model.layout import EMBEDDING
 from swarmtrain.model.muon import apply_muon
-from swarmtrain.model.state import StageState
+from swarmtrain.model.state import StageState, Weights
 from swarmtrain.model.subspace import carried, moved_basis
 
 
@@ -28,6 +29,7 @@ class Pass:
     tokens: Tensor  # (s, n + 1) int64
     boundary: Tensor | None  # (s, n, w), a leaf, on every stage but the first
     output: Tensor  # the boundary tensor (s, n, w), or the loss ()
+    parameters: list[Tensor]  # that it was computed with, in slot order
     exit_state: Tensor | None = None  # (t, d) where the stream leaves S, when its gradient is wanted
 
     @property
@@ -45,32 +47,75 @@ class Gradients:
 
 
 class StageWorker:
-    """Computes with a `StageState`. Not thread-safe: one thread owns it."""
+    """Computes with a `StageState`, without threads of its own. `step` of a method: the state's, where it is left out.
+
+    What belongs to the step that is applied (from `take_sum` on) may be done by another thread than what belongs to
+    the microbatches of later steps: they share nothing that changes.
+    """
 
     def __init__(self, state: StageState) -> None:
         self.state = state
-        self.sum: Accumulator = state.new_accumulator()
-        self._parameters = [parameter for _, parameter in self._in_slot_order()]
+        self._sums: dict[int, Accumulator] = {}  # by open step
+        self._lent: set[int] = set()  # steps whose sum others read: it must not change any more
+        self._spare: list[Accumulator] = [state.new_accumulator()]
 
-    def forward(self, tokens: Tensor, boundary: Tensor | None) -> Pass:
+    @property
+    def sum(self) -> Accumulator:
+        """Of this step's gradients."""
+        return self.sum_of(self.state.step)
+
+    def sum_of(self, step: int) -> Accumulator:
+        """Of a step's gradients."""
+        if step not in self._sums:
+            self._sums[step] = self._spare.pop() if self._spare else self.state.new_accumulator()
+        return self._sums[step]
+
+    def lend_sum(self, step: int) -> Tensor:
+        """A step's sum on the CPU, as it is now: a copy only from elsewhere. To be read until the step is applied."""
+        total = self.sum_of(step).total.detach()
+        if total.device.type != "cpu":
+            return total.to("cpu")
+        self._lent.add(step)
+        return total
+
+    def take_sum(self, step: int) -> Accumulator:
+        """This step's sum is needed no longer: nothing more is added to it. To be given back."""
+        found = self.sum_of(step)
+        del self._sums[step]
+        self._lent.discard(step)
+        return found
+
+    def give_back(self, total: Accumulator) -> None:
+        """It is cleared, for a later step."""
+        total.clear()
+        self._spare.append(total)
+
+    def drop_sums(self) -> None:
+        """Whatever was added counts no longer."""
+        for step in list(self._sums):
+            self.give_back(self.take_sum(step))
+
+    def forward(self, tokens: Tensor, boundary: Tensor | None, step: int | None = None) -> Pass:
         """Run the stage on a microbatch, keeping the graph. The last stage's output is the mean loss."""
+        weights = self.state.weights(self.state.step if step is None else step)
         if boundary is not None:
             boundary = boundary.detach().requires_grad_(True)
         with torch.enable_grad():
-            output = self._output(tokens, boundary)
-        return Pass(tokens, boundary, output, self.state.module.exit_state if self.state.tracks else None)
+            output = self._output(weights, tokens, boundary)
+        exit_state = weights.module.exit_state if self.state.tracks else None
+        return Pass(tokens, boundary, output, weights.parameters, exit_state)
 
     def evaluate(self, tokens: Tensor, boundary: Tensor | None) -> Tensor:
-        """The same without a graph."""
+        """Without a graph, with the newest parameters."""
         with torch.no_grad():
-            return self._output(tokens, boundary)
+            return self._output(self.state.newest, tokens, boundary)
 
     def backward(self, done: Pass, gradient: Tensor | None) -> Gradients:
         """Gradients of a microbatch. `gradient` is that of the output; None on the last stage. Changes nothing."""
         if not self.state.plan.is_last:
             assert gradient is not None
         gram: list[Tensor | None] = []
-        inputs = ([done.boundary] if done.boundary is not None else []) + self._parameters
+        inputs = ([done.boundary] if done.boundary is not None else []) + done.parameters
         if done.exit_state is not None:
             inputs = [*inputs, done.exit_state]
         found = list(torch.autograd.grad(done.output, inputs, gradient, allow_unused=True))
@@ -81,9 +126,13 @@ class StageWorker:
             raise DivergedError("the gradient for the upstream stage is not finite: training diverged")
         return Gradients(upstream, [*found, *gram])
 
-    def accumulate(self, gradients: Gradients, *, sign: int = 1) -> None:
-        """Add a microbatch's gradients to the stage's sum, or with sign -1 subtract them again, exactly."""
-        self.sum.add(self.state.gradient_offsets, gradients.own, sign=sign)
+    def accumulate(self, gradients: Gradients, step: int | None = None, *, sign: int = 1) -> None:
+        """Add a microbatch's gradients to its step's sum, or with sign -1 subtract them again, exactly."""
+        step = self.state.step if step is None else step
+        if step in self._lent:
+            self._lent.discard(step)
+            self._sums[step] = self._sums[step].copied()
+        self.sum_of(step).add(self.state.gradient_offsets, gradients.own, sign=sign)
 
     def reduced_sum(self) -> Tensor:
         """The sum of all microbatches, rounded once to the state's precision, as an all-reduce of one peer."""
@@ -100,12 +149,19 @@ class StageWorker:
         return math.fsum(parts)
 
     def apply(self, gradient_sum: Tensor, scale: float, learning_rate: float) -> None:
-        """One optimizer step from a finished sum; clears the stage's own."""
+        """One optimizer step from a finished sum. To be followed by `enter_step`."""
         if self.state.gram is not None:
             self.state.gram += gradient_sum[self.state.parameters.numel() :]
+        self.state.before_update()
         update = apply_muon if self.state.manifest.optimizer.kind == "muon" else apply_adamw
         update(self.state, gradient_sum, scale, learning_rate)
-        self.sum.clear()
+
+    def enter_step(self) -> None:
+        """The step is applied, and the subspace has moved if it had to: drops its sum, makes the weights of the next
+        steps."""
+        self.state.make_versions()
+        if (applied := self.state.step - 1) in self._sums:
+            self.give_back(self.take_sum(applied))
 
     def proposed_basis(self, gradient_sum: Tensor | None = None) -> Tensor:
         """Where subspace tracking moves U next. Last stage only; changes nothing.
@@ -143,8 +199,8 @@ class StageWorker:
         if state.gram is not None:
             state.gram.zero_()
 
-    def _output(self, tokens: Tensor, boundary: Tensor | None) -> Tensor:
-        ids, module = tokens[:, :-1], self.state.module
+    def _output(self, weights: Weights, tokens: Tensor, boundary: Tensor | None) -> Tensor:
+        ids, module = tokens[:, :-1], weights.module
         output: Tensor
         if self.state.plan.is_last:
             output = module.loss(ids, tokens[:, 1:], boundary)
@@ -157,7 +213,3 @@ class StageWorker:
         if gradient is None:
             return None
         return (gradient.t() @ gradient).mul_(gradient.shape[0]).reshape(-1)
-
-    def _in_slot_order(self) -> list[tuple[str, Tensor]]:
-        named = dict(self.state.module.named_parameters())
-        return [(slot.spec.name, named[slot.spec.name]) for slot in self.state.slots]

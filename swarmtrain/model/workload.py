@@ -34,7 +34,8 @@ class Workload:
 
     name: str
     stages: tuple[StageWork, ...]
-    boundary_bytes: float  # one boundary tensor with its tokens, one direction
+    boundary_bytes: float  # one boundary tensor on its way forward, with its tokens
+    backward_bytes: float  # one on its way back
     token_bytes: int  # of one microbatch, from the coordinator to stage 0
     tokens: int  # per microbatch
     batch: int  # microbatches per optimizer step
@@ -42,6 +43,7 @@ class Workload:
     steps: int = 1  # of the whole run
     delay: int = 0  # steps by which the weights lag: 1 hides the all-reduce behind the next step
     delay_from: int = 0
+    moves_every: int = 0  # steps between moves of the subspace; 0: it does not move
 
     @property
     def mean_tflop(self) -> float:
@@ -58,6 +60,20 @@ class Workload:
         return self.stages[stage].reduced.of_group(num_peers)
 
     @property
+    def synchronous_share(self) -> float:
+        """Of the run's steps, those whose microbatches wait until all steps before are applied: see weights_step."""
+        if not self.delay:
+            return 1.0
+        first = min(self.delay_from, self.steps)
+
+        def multiples(period: int) -> int:
+            return -(-self.steps // period) + -first // period if period else 0
+
+        both = math.lcm(self.checkpoint_every, self.moves_every)
+        found = multiples(self.checkpoint_every) + multiples(self.moves_every) - multiples(both)
+        return (first + (found or int(first == 0))) / self.steps
+
+    @property
     def state_bytes(self) -> float:
         """Parameters and moments of all stages: what a checkpoint holds."""
         return float(sum(stage.state_bytes for stage in self.stages))
@@ -72,6 +88,7 @@ def workload_of(manifest: Manifest) -> Workload:
         name=manifest.run.name,
         stages=tuple(_stage_work(manifest, plan, tokens) for plan in plan_stages(manifest)),
         boundary_bytes=float(tokens * boundary_width(manifest) * FP32 + ids),
+        backward_bytes=float(tokens * boundary_width(manifest) * FP32),
         token_bytes=ids,
         tokens=tokens,
         batch=batch.microbatches_per_step,
@@ -79,6 +96,7 @@ def workload_of(manifest: Manifest) -> Workload:
         steps=manifest.schedule.steps,
         delay=manifest.schedule.delay,
         delay_from=manifest.schedule.delay_from,
+        moves_every=manifest.boundary.track_every,
     )
 
 

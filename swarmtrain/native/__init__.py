@@ -18,8 +18,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from enum import IntEnum
 from importlib import resources
 from pathlib import Path
 
@@ -37,14 +35,7 @@ Floats = numpy.typing.NDArray[numpy.float32]
 Codes = numpy.typing.NDArray[numpy.uint8]
 Scales = numpy.typing.NDArray[numpy.uint16]
 Words = numpy.typing.NDArray[numpy.uint64]
-
-
-class Added(IntEnum):
-    """How an addition of shares went."""
-
-    EXACT = 0
-    OFF_GRID = 1  # a double was not a multiple of the step: the total is meaningless
-    OVER = 2  # a sum has left the exact range
+Steps = numpy.typing.NDArray[numpy.int64]
 
 
 class Native:
@@ -62,9 +53,9 @@ class Native:
         self._pack = library.st_pack
         self._pack.argtypes, self._pack.restype = [pointer, size, real, size, pointer], ctypes.c_int
         self._add = library.st_add
-        self._add.argtypes, self._add.restype = [pointer, pointer, size, size, real, pointer], ctypes.c_int
-        self._unpack = library.st_unpack
-        self._unpack.argtypes, self._unpack.restype = [pointer, size, real, size, pointer], None
+        self._add.argtypes, self._add.restype = [pointer, size, size, real, pointer], ctypes.c_int
+        self._round = library.st_round
+        self._round.argtypes, self._round.restype = [pointer, size, real, pointer], ctypes.c_int
         self._crc32 = library.st_crc32
         self._crc32.argtypes, self._crc32.restype = [pointer, size, pointer], ctypes.c_int
 
@@ -88,15 +79,13 @@ class Native:
         """
         return int(self._pack(numbers.ctypes.data, numbers.size, 1.0 / step, width, packed.ctypes.data))
 
-    def add(self, shares: Sequence[tuple[int, Codes | Doubles]], step: float, total: Floats) -> Added:
-        """Fill `total` with the sum of shares of (bytes per number, packed) or (8, doubles), rounded once."""
-        pointers = (ctypes.c_void_p * len(shares))(*[array.ctypes.data for _, array in shares])
-        widths = (ctypes.c_size_t * len(shares))(*[width for width, _ in shares])
-        return Added(self._add(pointers, widths, len(shares), total.size, step, total.ctypes.data))
+    def add(self, share: Codes | Doubles, width: int, step: float, total: Steps) -> bool:
+        """Add a share of `width` bytes per number (8: doubles); False, and nothing, if a double is off the grid."""
+        return bool(self._add(share.ctypes.data, width, total.size, step, total.ctypes.data) == 0)
 
-    def unpack(self, packed: Codes, step: float, width: int, numbers: Doubles) -> None:
-        """Fill `numbers`."""
-        self._unpack(packed.ctypes.data, numbers.size, step, width, numbers.ctypes.data)
+    def round(self, total: Steps, step: float, numbers: Floats) -> bool:
+        """Fill `numbers` with a total; False if it has left the exact range: then they mean nothing."""
+        return bool(self._round(total.ctypes.data, total.size, step, numbers.ctypes.data) == 0)
 
     def crc32(self, data: Codes, crc: int) -> int | None:
         """zlib's crc32 of a multiple of 16 bytes, at least 64; None if this processor has no fast way."""

@@ -132,54 +132,47 @@ static inline void add_block(const uint8_t *in, size_t length, size_t width, int
     for (size_t i = 0; i < length; i++) total[i] += steps_at(in + i * width, width);
 }
 
-/* Adds up `num_shares` shares of `count` numbers and rounds the sum to fp32 once. A share of width 8 is doubles.
-   Returns 0; 1 if a double is not on the grid; 2 if a sum is larger than 2^53 steps. */
-int st_add(const uint8_t *const *shares, const size_t *widths, size_t num_shares, size_t count, double step, float *out) {
-    double steps_per_one = 1.0 / step;
-    int is_off = 0, is_over = 0;
-    for (size_t start = 0; start < count; start += BLOCK) {
-        size_t length = count - start < BLOCK ? count - start : BLOCK;
-        int64_t total[BLOCK] = {0};
-        for (size_t s = 0; s < num_shares; s++) {
-            size_t width = widths[s];
-            const uint8_t *in = shares[s] + start * width;
-            if (width == 8) {
-                for (size_t i = 0; i < length; i++) {
-                    double number;
-                    memcpy(&number, in + 8 * i, 8);
-                    number *= steps_per_one;
-                    int fits = number <= MAX_STEPS && number >= -MAX_STEPS;
-                    number = fits ? number : 0.0;
-                    int64_t steps = (int64_t)number;
-                    is_off |= !fits | ((double)steps != number);
-                    total[i] += steps;
-                }
-                continue;
-            }
-            size_t whole = start + length < count ? length : length - 1; /* the last one has no byte behind it */
-            if (width == 5) add_block(in, whole, 5, total);
-            else if (width == 6) add_block(in, whole, 6, total);
-            else add_block(in, whole, 7, total);
-            if (whole < length) {
-                uint8_t last[8] = {0};
-                memcpy(last, in + whole * width, width);
-                total[whole] += steps_at(last, width);
-            }
+/* Adds a share of `count` numbers to `total`, in steps. A share of width 8 is doubles. Returns 0; 1 if a double is not on
+   the grid: then nothing is added. */
+int st_add(const uint8_t *in, size_t width, size_t count, double step, int64_t *total) {
+    if (count == 0) return 0;
+    if (width == 8) {
+        double steps_per_one = 1.0 / step;
+        int is_off = 0;
+        for (size_t i = 0; i < count; i++) {
+            double number;
+            memcpy(&number, in + 8 * i, 8);
+            number *= steps_per_one;
+            int fits = number <= MAX_STEPS && number >= -MAX_STEPS;
+            number = fits ? number : 0.0;
+            is_off |= !fits | ((double)(int64_t)number != number);
         }
-        for (size_t i = 0; i < length; i++) {
-            is_over |= total[i] > (int64_t)MAX_STEPS || total[i] < -(int64_t)MAX_STEPS;
-            out[start + i] = (float)((double)total[i] * step);
+        if (is_off) return 1;
+        for (size_t i = 0; i < count; i++) {
+            double number;
+            memcpy(&number, in + 8 * i, 8);
+            total[i] += (int64_t)(number * steps_per_one);
         }
+        return 0;
     }
-    return is_off ? 1 : is_over ? 2 : 0;
+    size_t whole = count - 1; /* the last one has no byte behind it */
+    if (width == 5) add_block(in, whole, 5, total);
+    else if (width == 6) add_block(in, whole, 6, total);
+    else add_block(in, whole, 7, total);
+    uint8_t last[8] = {0};
+    memcpy(last, in + whole * width, width);
+    total[whole] += steps_at(last, width);
+    return 0;
 }
 
-void st_unpack(const uint8_t *in, size_t count, double step, size_t width, double *numbers) {
-    if (count == 0) return;
-    for (size_t i = 0; i + 1 < count; i++) numbers[i] = (double)steps_at(in + i * width, width) * step;
-    uint8_t last[8] = {0};
-    memcpy(last, in + (count - 1) * width, width);
-    numbers[count - 1] = (double)steps_at(last, width) * step;
+/* Rounds a total to fp32. Returns 1 if a number is larger than 2^53 steps. */
+int st_round(const int64_t *total, size_t count, double step, float *out) {
+    int is_over = 0;
+    for (size_t i = 0; i < count; i++) {
+        is_over |= total[i] > (int64_t)MAX_STEPS || total[i] < -(int64_t)MAX_STEPS;
+        out[i] = (float)((double)total[i] * step);
+    }
+    return is_over;
 }
 
 /* The crc32 of zlib, 64 bytes at a time where the processor multiplies without carry; `count` is a multiple of 16 and

@@ -363,9 +363,11 @@ class StepTimed(Event):
     """Where the time of a step went, as measured by the coordinator."""
 
     step: int
-    lease_s: float  # every microbatch through all stages
+    lease_s: float  # until every microbatch was through all stages
     reduce_s: float  # the all-reduce of every stage
     apply_s: float  # decision and optimizer
+    waited_s: float = 0.0  # of the latter two, without a microbatch under way
+    slowest_stage: int = -1  # whose all-reduce ended last
 
     def line(self) -> str:
         """For a person."""

@@ -20,7 +20,7 @@ _HOLDS_BACK = (Cause.NEXT_STAGE_EMPTY, Cause.CAPPED)  # a call that waits for th
 
 
 class Part(StrEnum):
-    """What time is spent on, in order of precedence."""
+    """What time is spent on, in order of precedence; of an all-reduce in the background the last, before idle."""
 
     COMPUTE = "compute"  # the compute thread runs a job
     REDUCE = "reduce"  # an all-reduce with the other peers of the stage
@@ -32,8 +32,9 @@ class Part(StrEnum):
 class TimeSplit:
     """Counts seconds by part. Called from the event loop and from the compute thread."""
 
-    def __init__(self, clock: Callable[[], float] = world.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = world.monotonic, *, reduces_behind: bool = False) -> None:
+        """`reduces_behind`: an all-reduce is only waited for when nothing else goes on."""
+        self._clock, self._reduces_behind = clock, reduces_behind
         self._lock = Lock()
         self._going_on = dict.fromkeys(Part, 0)
         self._cause = Cause.JOINING
@@ -99,11 +100,17 @@ class TimeSplit:
         self._current = self._now()
 
     def _now(self) -> tuple[Part, Cause | None]:
-        for part in (Part.COMPUTE, Part.REDUCE, Part.QUEUE):
-            if self._going_on[part]:
-                return part, None
+        is_reducing = self._going_on[Part.REDUCE] > 0
+        if self._going_on[Part.COMPUTE]:
+            return Part.COMPUTE, None
+        if is_reducing and not self._reduces_behind:
+            return Part.REDUCE, None
+        if self._going_on[Part.QUEUE]:
+            return Part.QUEUE, None
         if self._going_on[Part.WIRE] and self._cause not in _HOLDS_BACK:
             return Part.WIRE, None
+        if is_reducing:
+            return Part.REDUCE, None
         cause = Cause.NO_LEASE if self._cause is Cause.WORKING else self._cause
         return Part.IDLE, cause
 

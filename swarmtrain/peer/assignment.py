@@ -14,6 +14,7 @@ from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.codec.samples import SampleStore
 from swarmtrain.directory.directory import Directory
 from swarmtrain.observe.events import Events, PhaseReached
+from swarmtrain.observe.split import TimeSplit
 from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.peer.compute import ComputeThread, Kind
 from swarmtrain.peer.contacts import CoordinatorLink
@@ -135,7 +136,7 @@ class Assignment:
         that was restarted counts a step as soon as it is decided, and this peer may be the only one that can apply it.
         """
         clock = self.clock
-        may_count = len(clock.ledger) > 0 and clock.step <= run_step <= clock.step + holds_sum
+        may_count = bool(clock.ledgers) and clock.step <= run_step <= clock.step + holds_sum
         if self.peer.state is PeerState.DRAINING and not may_count:
             self._unneeded.set()
 
@@ -145,11 +146,11 @@ class Assignment:
         Not without a coordinator: none would apply it, and the next one has it computed again.
         """
         clock = self.clock
-        if len(clock.ledger) == 0:
+        if not clock.ledgers:
             return
         if _now() - self.peer.contact_at <= DESERTED_S:
             self.deserted.clear()  # it was heard since
-        events = (clock.passed(clock.step), self.deserted.wait(), self._unneeded.wait())
+        events = (clock.passed(clock.ledgers[-1].step), self.deserted.wait(), self._unneeded.wait())
         waits = [asyncio.ensure_future(event) for event in events]
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -178,11 +179,16 @@ async def open_assignment(
     """
     torch.set_num_threads(options.threads)
     forward_s, backward_s = options.faults.pace_s
-    compute = ComputeThread(at_least_s={Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s})
+    split = TimeSplit(reduces_behind=manifest.schedule.delay > 0)
+    compute = steps = ComputeThread(split, at_least_s={Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s})
     stack.push_async_callback(compute.stop)
+    if manifest.schedule.delay:
+        steps = ComputeThread(name="steps")
+        stack.push_async_callback(steps.stop)
     stage = await Stage.build(
         manifest,
         compute,
+        steps,
         options.stage,
         options.device,
         graph_budget_bytes=fit.graph_budget_bytes,
@@ -205,7 +211,7 @@ async def open_assignment(
         faults=replace(options.faults, cut=node.cut),
         shares_work=options.route in STEALING_POLICIES,
     )
-    clock = StepClock(peer, min(MAX_LEDGER_BYTES, fit.available_bytes // 4))
+    clock = StepClock(peer, manifest, min(MAX_LEDGER_BYTES, fit.available_bytes // 4))
     mover: Mover | None = None
     if options.may_move:
         mover = Mover(node.peer_id, options.stage, number, world.random(), link.rules.second_look_s)

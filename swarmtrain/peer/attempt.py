@@ -17,8 +17,9 @@ from torch import Tensor
 from swarmtrain.model.buffers import StateLayout
 from swarmtrain.peer.identity import PeerIdentity
 from swarmtrain.peer.stage import Stage
-from swarmtrain.reduce.all_reduce import AllReduce, Lane
+from swarmtrain.reduce.all_reduce import AllReduce, Lacks, Lane
 from swarmtrain.reduce.coding import Reduced, factor_pieces, left_pieces, stage_elements
+from swarmtrain.reduce.groups import Groups, fault_of
 from swarmtrain.wire.messages import Code, Prepare, Prepared, Preparing, ReduceShare, RosterEntry, Unprepared
 
 SHARE_WAIT_S = 30.0  # how long another peer's share waits for this peer's own prepare; then for its own share
@@ -36,10 +37,10 @@ def key_of(message: Prepare | ReduceShare) -> Key:
 
 def roster_fault(prepare: Prepare, layout: StateLayout, peer_id: str) -> str:
     """Why the rosters cannot be those of this stage and peer; empty if they can. Nothing is allocated before."""
-    if sum(entry.owned for entry in prepare.roster) != stage_elements(layout, compress=prepare.compress):
-        return "the owned parts do not make up this stage's gradient"
-    if sum(entry.owned for entry in prepare.fused) != layout.num_fused:
-        return "the owned parts do not make up what two stages have in common"
+    if fault := fault_of(prepare.roster, stage_elements(layout, compress=prepare.compress)):
+        return fault
+    if fault := fault_of(prepare.fused, layout.num_fused):
+        return f"of what two stages have in common: {fault}"
     if layout.num_fused and peer_id not in {entry.peer_id for entry in prepare.fused}:
         return "this peer is missing among those of both stages"
     for roster in (prepare.roster, prepare.fused):
@@ -61,7 +62,10 @@ class Attempt:
         self._lanes: dict[Lane, AllReduce] = {}
         self._changed = asyncio.Condition()
         self._is_closed = self._is_reducing = self.is_finished = False
-        self._others = {entry.peer_id for entry in (*prepare.roster, *prepare.fused)} - {peer.peer_id}
+        self._partners: set[str] = set()  # with whom this peer exchanges anything
+        for roster in (prepare.roster, prepare.fused):
+            if peer.peer_id in {entry.peer_id for entry in roster}:
+                self._partners |= Groups(roster, peer.peer_id).partners()
         self._received_before = 0
         layout, spec = stage.layout, stage.coder.spec
         self._num_fused = layout.num_fused if prepare.fused else 0
@@ -85,19 +89,19 @@ class Attempt:
     def report(self) -> Preparing:
         """How it goes: before it reduces, and when it has, it is the device that works."""
         if not self._is_reducing:
-            return Preparing(0, True, (), ())
-        lanes = list(self._lanes.values())
-        missing = dict.fromkeys(peer for lane in lanes for peer in lane.missing_peers())
-        unanswered = dict.fromkeys(peer for lane in lanes for peer in lane.unanswered_owners())
+            return Preparing(0, True)
+        lanes = [reduction.waits() for reduction in self._lanes.values()]
+        lacks = min((lacks for lacks, _ in lanes if lacks), default=Lacks.NOTHING)
+        waits_for = dict.fromkeys(peer for kind, peers in lanes if kind is lacks for peer in peers)
         return Preparing(
             moved_bytes=max(0, self._received_bytes() - self._received_before),
             is_computing=self.is_finished,
-            missing=tuple(missing)[:MAX_NAMED],
-            unanswered=tuple(unanswered)[:MAX_NAMED],
+            waits_for=tuple(waits_for)[:MAX_NAMED],
+            lacks=int(lacks),
         )
 
     def _received_bytes(self) -> int:
-        return sum(self._node.received_bytes(peer_id) for peer_id in self._others)
+        return sum(self._node.received_bytes(peer_id) for peer_id in self._partners)
 
     async def lane(self, lane: Lane) -> AllReduce | None:
         """The all-reduce of a lane, as soon as this peer has begun it; None if it never will."""
@@ -167,7 +171,7 @@ class Attempt:
         node, stage = self._node, self._stage
         factors = await stage.factors(own)
         share = await stage.left_factors(factors)
-        owned = [entry.owned for entry in self.prepare.roster]
+        owned = Groups(self.prepare.roster, node.peer_id).owned
         pieces = left_pieces(stage.layout, owned)
         first = AllReduce(node, self.prepare, share, lane=Lane.LEFT, pieces=pieces, form=factors.left_form)
         await self._begin(first)

@@ -44,6 +44,7 @@ from swarmtrain.codec.watch import ResidualWatch
 from swarmtrain.model.layout import boundary_width
 from swarmtrain.model.sizes import id_type
 from swarmtrain.model.state import StageState
+from swarmtrain.peer.compute import Key
 from swarmtrain.peer.ledger import Entry, Raw
 from swarmtrain.run.manifest import Manifest
 
@@ -76,7 +77,7 @@ class StageCodecs:
         self._critical_bytes = self._sizes_if_critical(shape)
         self._forward_decoder, self._backward_decoder = Decoder(store=make_store()), Decoder(store=make_store())
         self.fidelity, self.residuals, self.times = Fidelity(self._limits), ResidualWatch(), CodecTimes()
-        self._tickets: dict[tuple[Direction, int], Ticket] = {}  # of this step's messages, by microbatch
+        self._tickets: dict[tuple[Direction, Key], Ticket] = {}  # of open steps' messages, by microbatch
 
     def check_tokens(self, tokens: Raw) -> None:
         """Raise BadTensor unless these are the token ids of one microbatch. Cheap: for the event loop, too."""
@@ -204,15 +205,20 @@ class StageCodecs:
         else:
             encoder.abort(ticket)
 
-    def give_up(self, microbatch: int) -> None:
+    def give_up(self, of: Key) -> None:
         """What was sent for this microbatch was in vain."""
         for direction in Direction:
-            self._abort(direction, microbatch)
+            self._abort(direction, of)
 
-    def settle_step(self, counted: Collection[int]) -> None:
-        """The step is over: the messages of `counted` were used, all others were in vain."""
-        for (direction, microbatch), ticket in self._tickets.items():
-            self.settle(direction, ticket, delivered=microbatch in counted)
+    def settle_step(self, step: int, counted: Collection[int]) -> None:
+        """A step is over: the messages of `counted` were used, all others were in vain."""
+        for direction, of in [key for key in self._tickets if key[1][0] == step]:
+            self.settle(direction, self._tickets.pop((direction, of)), delivered=of[1] in counted)
+
+    def settle_all(self) -> None:
+        """Nothing of any open step counts."""
+        for (direction, _), ticket in self._tickets.items():
+            self.settle(direction, ticket, delivered=False)
         self._tickets.clear()
 
     def enter_step(self, step: int) -> None:
@@ -235,15 +241,15 @@ class StageCodecs:
         A microbatch that comes a second time is encoded with the residual as it was without the first message. Sticky
         codecs' tickets are settled when the partner has answered.
         """
-        self._abort(context.direction, entry.microbatch)
+        self._abort(context.direction, entry.key)
         encoded = encoder.encode(tensor, context, aux)
         if encoded.received is None:
-            self._tickets[context.direction, entry.microbatch] = encoded.ticket
+            self._tickets[context.direction, entry.key] = encoded.ticket
             entry.residual_bytes += 0 if encoder.residual is None else self.boundary_bytes
         return encoded
 
-    def _abort(self, direction: Direction, microbatch: int) -> None:
-        ticket = self._tickets.pop((direction, microbatch), None)
+    def _abort(self, direction: Direction, of: Key) -> None:
+        ticket = self._tickets.pop((direction, of), None)
         if ticket is not None:
             self.settle(direction, ticket, delivered=False)
 

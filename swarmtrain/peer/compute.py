@@ -1,9 +1,10 @@
-"""The compute thread: it alone touches the stage's tensors, in the order of a priority queue.
+"""The compute thread: it alone computes with the stage's weights, in the order of a priority queue.
 
-Step work (prepare, apply) before backward before forward before validation; within one kind the older microbatch
-first. So a stage drains before it fills, and queues stay short. When a pass begins or ends and nothing else waits, the
-thread sets `ran_out`, unless its last pass has failed: a machine on which passes fail is soon done with any amount of
-work.
+Step work (prepare, apply) before backward before forward before validation; within one kind the older step first, and
+in it the older microbatch. So a stage drains before it fills, and queues stay short. With `schedule.delay` a second
+thread of this kind does what a step needs after its microbatches, so that those of the next one need not wait. When a
+pass begins or ends and nothing else waits, the thread sets `ran_out`, unless its last pass has failed: a machine on
+which passes fail is soon done with any amount of work.
 
 `DeviceWatch` notices a device that hangs while the event loop lives. The peer then says so itself, once, and takes no
 work until the device answers: no other peer can tell a hang from slow work in less than a deadline, and each would pay
@@ -31,6 +32,7 @@ from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import Code
 
 T = TypeVar("T")
+Key = tuple[int, int]  # step, microbatch
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ class _Job:
     """One piece of work in the queue; a `world.Job`."""
 
     rank: int
-    microbatch: int
+    of: Key
     serial: int
     kind: Kind = field(compare=False)
     work: Callable[[], object] = field(compare=False)
@@ -157,7 +159,13 @@ class Withdrawn(Exception):
 class ComputeThread:
     """Runs jobs one after the other; results arrive on the event loop that submitted them."""
 
-    def __init__(self, split: TimeSplit | None = None, *, at_least_s: Mapping[Kind, float] | None = None) -> None:
+    def __init__(
+        self,
+        split: TimeSplit | None = None,
+        *,
+        name: str = "compute",
+        at_least_s: Mapping[Kind, float] | None = None,
+    ) -> None:
         """`at_least_s`: a job that is done sooner makes the thread wait; for tests that need a slower machine."""
         self._loop = asyncio.get_running_loop()
         self.at_least_s = dict(at_least_s or {})
@@ -171,12 +179,15 @@ class ComputeThread:
         self.times = ComputeTimes()
         self._running: tuple[Kind, float] | None = None  # since when; written by the thread
         self.ran_out = asyncio.Event()  # a pass began or ended, and nothing waits; cleared by the task that acts on it
-        self._engine = world.start_engine("compute", self._take)
+        self._engine = world.start_engine(name, self._take)
 
-    async def run(self, kind: Kind, microbatch: int, work: Callable[[], T]) -> Timed[T]:
-        """Run `work` on the thread when its turn comes. Cancelling the caller does not stop a job that has begun."""
+    async def run(self, kind: Kind, of: Key, work: Callable[[], T]) -> Timed[T]:
+        """Run `work` of a microbatch on the thread when its turn comes.
+
+        Cancelling the caller does not stop a job that has begun.
+        """
         future: asyncio.Future[Timed[object]] = self._loop.create_future()
-        job = _Job(kind.rank, microbatch, next(self._serial), kind, work, future, world.monotonic(), self)
+        job = _Job(kind.rank, of, next(self._serial), kind, work, future, world.monotonic(), self)
         with self._lock:
             if self._stopping:
                 raise Stopped("the compute thread has stopped")
@@ -204,21 +215,21 @@ class ComputeThread:
             kinds = [job.kind for job in self._jobs]
         return sum(self.times.average_s.get(kind, 0.0) for kind in kinds)
 
-    def withdraw(self, kind: Kind, may_go: Callable[[int], bool]) -> int | None:
+    def withdraw(self, kind: Kind, may_go: Callable[[Key], bool]) -> Key | None:
         """Take the waiting job of this kind that would run last out of the queue, of those whose microbatch may go.
 
-        Returns its microbatch; the caller that waits for the job gets `Withdrawn`.
+        Returns its step and microbatch; the caller that waits for the job gets `Withdrawn`.
         """
         with self._lock:
             waiting = [job for job in self._jobs if job.kind is kind and not job.future.done()]
-            last = max((job for job in waiting if may_go(job.microbatch)), default=None)
+            last = max((job for job in waiting if may_go(job.of)), default=None)
             if last is None:
                 return None
             self._jobs.remove(last)
             heapq.heapify(self._jobs)
         self.split.end(Part.QUEUE)
         last.future.set_exception(Withdrawn())
-        return last.microbatch
+        return last.of
 
     async def stop(self) -> None:
         """Finish the running job, drop the rest, end the thread."""
@@ -266,10 +277,10 @@ RETRY_S = 5.0  # what callers are told
 
 
 class DeviceWatch:
-    """Whether the device of one compute thread hangs."""
+    """Whether the device hangs: a job on one of the threads that use it."""
 
-    def __init__(self, compute: ComputeThread) -> None:
-        self._compute = compute
+    def __init__(self, *threads: ComputeThread) -> None:
+        self._threads = threads
         self._hanging = asyncio.Event()
 
     @property
@@ -281,11 +292,12 @@ class DeviceWatch:
         """Look now and then until the device begins to hang, or answers again; whether it hangs now."""
         while True:
             await asyncio.sleep(DEVICE_LOOK_S)
-            if self._compute.hangs and not self.hangs:
+            hangs = any(thread.hangs for thread in self._threads)
+            if hangs and not self.hangs:
                 log.warning("the device does not answer: this peer takes no work until it does")
                 self._hanging.set()
                 return True
-            if self.hangs and not self._compute.hangs:
+            if self.hangs and not hangs:
                 log.warning("the device answers again")
                 self._hanging.clear()
                 return False

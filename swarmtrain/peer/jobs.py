@@ -1,4 +1,4 @@
-"""What the compute thread does with one stage: decode, compute, add, encode. No network, no asyncio.
+"""What a peer's threads do with one stage: decode, compute, add, encode; and the step. No network, no asyncio.
 
 The arithmetic is `StageWorker`'s, the same as the reference trainer's; this adds the bytes on both sides (codecs.py)
 and decides whether a microbatch's autograd graph is kept until its gradient comes or the stage is computed again from
@@ -23,9 +23,11 @@ from swarmtrain.codec.samples import SampleStore
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.activations import activations
 from swarmtrain.model.buffers import as_bytes
+from swarmtrain.model.exact import Accumulator
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Gradients, Pass, StageWorker
 from swarmtrain.peer.codecs import StageCodecs
+from swarmtrain.peer.compute import Key
 from swarmtrain.peer.ledger import Entry, Raw, StickyAnswer
 from swarmtrain.reduce.coding import Reduced, StageCoder
 from swarmtrain.run.manifest import Manifest
@@ -46,7 +48,12 @@ class Outcome:
 
 
 class StageJobs:
-    """The jobs of one stage. Every method runs on the compute thread."""
+    """The jobs of one stage.
+
+    They run on the compute thread; those of the step on the step thread, which is the same one unless there is a delay.
+    What a job of the step thread changes is read by no job of the compute thread meanwhile: the step is closed there
+    first, and the weights of later steps are others.
+    """
 
     def __init__(
         self,
@@ -60,18 +67,21 @@ class StageJobs:
         self.plan = worker.state.plan
         self.codecs = StageCodecs(manifest, worker.state, make_store)
         recomputes = activations(manifest, self.plan, recomputes=False).kept_bytes > graph_budget_bytes
-        worker.state.module.recomputes = recomputes
+        for module in worker.state.modules:
+            module.recomputes = recomputes
         kept = activations(manifest, self.plan, recomputes=recomputes).kept_bytes
         self.max_graphs = max(1, graph_budget_bytes // kept)
         self.coder = StageCoder(worker.state)
-        self._passes: dict[int, Pass] = {}
-        self._masks_in: dict[int, Aux | None] = {}
-        self._masks_out: dict[int, Aux | None] = {}
-        self._checked: dict[int, tuple[Raw, Tensor]] = {}  # gradients that were decoded to check them, and their bytes
-        self._given_up: deque[tuple[int, int]] = deque()  # generation, microbatch: noted by the event loop
+        self._passes: dict[Key, Pass] = {}
+        self._masks_in: dict[Key, Aux | None] = {}
+        self._masks_out: dict[Key, Aux | None] = {}
+        self._checked: dict[Key, tuple[Raw, Tensor]] = {}  # gradients that were decoded to check them, and their bytes
+        self._given_up: deque[Entry] = deque()  # noted by the event loop
         self.num_forwards = 0  # microbatches whose forward was computed, recomputations not counted
         self.num_recomputed = 0
-        self.generation = 0  # counts changes of the state
+        self.generation = 0  # counts how often everything was dropped
+        self._first_open = 0  # steps before it are closed
+        self._num_updates = 0  # of the newest parameters, begun and ended
 
     def check_gradient(self, entry: Entry, step: int, gradient: Raw, *, keep: bool = False) -> None:
         """Raise BadTensor unless `gradient` can be the answer to a microbatch; StaleWork if its step is over.
@@ -83,7 +93,7 @@ class StageJobs:
             return  # seen when it is made whole
         tensor = self._decode_gradient(entry, step, gradient)
         if keep:
-            self._checked[entry.microbatch] = (gradient, tensor)
+            self._checked[entry.key] = (gradient, tensor)
 
     def forward(self, entry: Entry, step: int, partner: str = "") -> Outcome:
         """Forward of a microbatch. On the last stage also its backward: the outcome is the gradient for upstream."""
@@ -96,9 +106,9 @@ class StageJobs:
                 raise DivergedError(f"the loss of microbatch ({step}, {entry.microbatch}) is {loss}")
             return Outcome(self._finish(entry, step, done, self.worker.backward(done, None)), loss)
         if len(self._passes) < self.max_graphs:
-            self._passes[entry.microbatch] = done
+            self._passes[entry.key] = done
         encoded = self.codecs.encode_output(entry, step, done.result, partner)
-        self._masks_out[entry.microbatch] = encoded.aux
+        self._masks_out[entry.key] = encoded.aux
         if encoded.received is not None:
             entry.output = self.codecs.whole(encoded.received)
             return Outcome(entry.output, sticky=encoded.payload, ticket=encoded.ticket)
@@ -108,10 +118,10 @@ class StageJobs:
     def backward(self, entry: Entry, step: int, gradient: Raw) -> Outcome:
         """Backward of a microbatch from the next stage's answer: added to the sum, and encoded for upstream."""
         self._begin(entry)
-        raw, decoded = self._checked.pop(entry.microbatch, (b"", None))
+        raw, decoded = self._checked.pop(entry.key, (b"", None))
         if decoded is None or raw is not gradient:
             decoded = self._decode_gradient(entry, step, gradient)
-        done = self._passes.pop(entry.microbatch, None)
+        done = self._passes.pop(entry.key, None)
         if done is None:
             self.num_recomputed += 1
             done = self._pass(entry, step)
@@ -119,25 +129,28 @@ class StageJobs:
         return Outcome(self._finish(entry, step, done, self.worker.backward(done, decoded)))
 
     def evaluate(self, tokens: Raw, boundary: Raw, step: int, microbatch: int) -> Outcome:
-        """Forward only; touches nothing."""
+        """Forward only, with the newest parameters; touches nothing. StaleWork if they have changed meanwhile."""
         received, _ = self.codecs.decode_boundary(boundary, step, microbatch)
+        before = self._num_updates
         result = self.worker.evaluate(self.codecs.tokens(tokens), received)
+        if self._num_updates != before:
+            raise StaleWork("the parameters have changed meanwhile")
         if self.plan.is_last:
             return Outcome(b"", float(result))
         return Outcome(self.codecs.encode_untraced(result, step, microbatch, tokens))
 
     def reconciled_share(self, entries: list[Entry], wanted: set[int], step: int) -> Tensor:
-        """Make the sum hold exactly the microbatches `wanted`, and copy it for an all-reduce.
+        """Make a step's sum hold exactly the microbatches `wanted`, and lend it to an all-reduce.
 
         Extra microbatches are computed again and taken out, exactly. One job: nothing is added in between. Raises
         StaleWork if what these entries say of the sum is about a former one.
         """
-        if any(entry.generation != self.generation for entry in entries):
+        if any(entry.generation != self.generation for entry in entries) or step < self._first_open:
             raise StaleWork("the state has changed since these microbatches were taken")
         for entry in entries:
             if entry.accumulated != (entry.microbatch in wanted):
                 self._add_again(entry, step, sign=-1 if entry.accumulated else 1)
-        return self.worker.sum.total.detach().to("cpu", copy=True)
+        return self.worker.lend_sum(step)
 
     def finish(self, reduced: Tensor) -> tuple[float, str]:
         """(squared norm, digest) of a reduced sum, which is made ready for `apply` in place."""
@@ -145,34 +158,46 @@ class StageJobs:
         is_counted_here = self.plan.is_first or not self.manifest.model.tie_embeddings
         return self.worker.finish(reduced, count_embedding=is_counted_here), digest
 
+    def close_step(self, step: int, counted: Collection[int]) -> Accumulator:
+        """A step's microbatches are over: what its messages left out is settled, what was kept for them goes.
+
+        `counted` are the microbatches of this peer that are in the sum: what their messages left out is still owed,
+        what the others left out is not. Returns the sum, to be given to `apply`.
+        """
+        self._first_open = step + 1
+        self.codecs.settle_step(step, counted)
+        for memory in self._memories():
+            for key in [key for key in memory if key[0] <= step]:
+                del memory[key]
+        self.codecs.enter_step(step + 1)
+        return self.worker.take_sum(step)
+
     def apply(
-        self,
-        reduced: Reduced,
-        scale: float,
-        learning_rate: float,
-        basis: Tensor | None = None,
-        *,
-        counted: Collection[int],
+        self, total: Accumulator, reduced: Reduced, scale: float, learning_rate: float, basis: Tensor | None = None
     ) -> str:
         """One optimizer step, and with `basis` a move of the subspace; returns the digest of the new state.
 
-        `counted` are the microbatches of this peer that are in the sum: what their messages left out is still owed,
-        what the others left out is not. Where a checkpoint lies codecs forget everything, as in the reference trainer:
-        a run that is restored there knows no more.
+        Where a checkpoint lies codecs forget everything, as in the reference trainer: a run that is restored there
+        knows no more. See `forget_if_due` for those of the boundaries.
         """
+        self._num_updates += 1
         self.worker.apply(reduced.gradient, scale, learning_rate)
         reduced.commit()
-        self.codecs.settle_step(counted)
-        self._clear()
-        step = self.worker.state.step
-        self.codecs.enter_step(step)
         if basis is not None:
             self.worker.move_basis(basis.to(self.worker.state.device))
+        self.worker.enter_step()
+        self.worker.give_back(total)
+        self._num_updates += 1
+        if self.manifest.is_checkpoint(self.worker.state.step):
+            self.coder.reset()
+        return self.worker.state.digest()
+
+    def forget_if_due(self, step: int, *, has_moved: bool) -> None:
+        """The codecs of the boundaries forget what they remember, where the state after `step` steps is a barrier."""
+        if has_moved:
             self.codecs.forget("the subspace has moved")
         if self.manifest.is_checkpoint(step):
             self.codecs.forget("a checkpoint")
-            self.coder.reset()
-        return self.worker.state.digest()
 
     def copy_state(self) -> StateSource:
         """A copy of the state on the CPU, to hand out."""
@@ -181,11 +206,16 @@ class StageJobs:
         return StateSource(state.layout, state.step, state.basis_epoch, copies)
 
     def load_state(self, source: StateSource) -> None:
-        """Replace the state; whatever was computed with the old one is dropped."""
+        """Replace the state. What was computed with the old one must have been dropped."""
+        self._num_updates += 1
         self.worker.state.load_buffers(source.buffers, step=source.step, basis_epoch=source.basis_epoch)
         self.coder.reset()
+
+    def begin_anew(self) -> None:
+        """Another state was loaded: work begins with its step."""
         self.codecs.forget("another state was loaded")
         self.drop_work()
+        self._first_open = self.worker.state.step
 
     def first_state(self) -> StateSource:
         """The state before the first step, which follows from the seed alone."""
@@ -194,10 +224,12 @@ class StageJobs:
         return StateSource(state.layout, 0, 0, [buffer.detach() for buffer in fresh.buffers])
 
     def drop_work(self) -> None:
-        """Nothing of the current step counts any more: not in the sum, not in kept graphs, not in residuals."""
-        self.worker.sum.clear()
-        self.codecs.settle_step(())
-        self._clear()
+        """Nothing of open steps counts any more: not in sums, not in kept graphs, not in residuals."""
+        self.generation += 1
+        self.worker.drop_sums()
+        self.codecs.settle_all()
+        for memory in self._memories():
+            memory.clear()
 
     def state_digest(self) -> str:
         """The digest of the current state."""
@@ -211,52 +243,47 @@ class StageJobs:
 
     def forget(self, entry: Entry) -> None:
         """A microbatch came to nothing. For the event loop: what is kept for it goes with the next job."""
-        self._given_up.append((entry.generation, entry.microbatch))
+        self._given_up.append(entry)
 
     def _begin(self, entry: Entry) -> None:
         """What was given up is dropped first: this may be the same microbatch, on its second way. Raises StaleWork."""
         while self._given_up:
-            generation, microbatch = self._given_up.popleft()
-            if generation == self.generation:  # of an older one nothing is left
+            given_up = self._given_up.popleft()
+            if given_up.generation == self.generation:  # of an older one nothing is left
                 for memory in self._memories():
-                    memory.pop(microbatch, None)
-                self.codecs.give_up(microbatch)
-        if entry.generation != self.generation:
+                    memory.pop(given_up.key, None)
+                self.codecs.give_up(given_up.key)
+        if entry.generation != self.generation or entry.step < self._first_open:
             raise StaleWork("the step of this microbatch is over")
 
-    def _clear(self) -> None:
-        self.generation += 1
-        for memory in self._memories():
-            memory.clear()
-
-    def _memories(self) -> list[dict[int, Any]]:
+    def _memories(self) -> list[dict[Key, Any]]:
         """What is kept by microbatch."""
         return [self._passes, self._masks_in, self._masks_out, self._checked]
 
     def _pass(self, entry: Entry, step: int) -> Pass:
         boundary, mask = self.codecs.decode_boundary(entry.boundary, step, entry.microbatch)
-        self._masks_in[entry.microbatch] = mask
-        return self.worker.forward(self.codecs.tokens(entry.tokens), boundary)
+        self._masks_in[entry.key] = mask
+        return self.worker.forward(self.codecs.tokens(entry.tokens), boundary, step)
 
     def _finish(self, entry: Entry, step: int, done: Pass, gradients: Gradients) -> bytes:
         payload = b""
         if gradients.boundary is not None:
             assert done.boundary is not None
-            mask = self._masks_in.get(entry.microbatch)
+            mask = self._masks_in.get(entry.key)
             encoded = self.codecs.encode_gradient(entry, step, gradients.boundary, done.boundary, mask)
             payload = encoded.payload
             if encoded.received is not None:
                 entry.sticky = StickyAnswer(payload, encoded.ticket)
                 payload = self.codecs.whole(encoded.received)
-        self.worker.accumulate(gradients)
+        self.worker.accumulate(gradients, step)
         entry.accumulated = True
         return payload
 
     def _add_again(self, entry: Entry, step: int, *, sign: int) -> None:
         done = self._pass(entry, step)
         gradient = None if self.plan.is_last else self._decode_gradient(entry, step, entry.gradient)
-        self.worker.accumulate(self.worker.backward(done, gradient), sign=sign)
+        self.worker.accumulate(self.worker.backward(done, gradient), step, sign=sign)
         entry.accumulated = sign > 0
 
     def _decode_gradient(self, entry: Entry, step: int, raw: Raw) -> Tensor:
-        return self.codecs.decode_gradient(raw, step, entry.microbatch, self._masks_out.get(entry.microbatch))
+        return self.codecs.decode_gradient(raw, step, entry.microbatch, self._masks_out.get(entry.key))

@@ -1,4 +1,4 @@
-"""What a peer has computed in the current step, by microbatch: the memory from which lost work is replayed.
+"""What a peer has computed in an open step, by microbatch: the memory from which lost work is replayed.
 
 An entry keeps the bytes exactly as they travelled. `accumulated` is true exactly while the microbatch's gradient is in
 the stage's sum. Everything is kept until the step is applied.
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from swarmtrain.codec import Ticket
+from swarmtrain.peer.compute import Key
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.messages import Done, Hop
 
@@ -27,14 +28,15 @@ class StickyAnswer:
 
 @dataclass
 class Entry:
-    """One microbatch of the current step on this stage."""
+    """One microbatch of an open step on this stage."""
 
+    step: int
     microbatch: int
     tokens: Raw
     boundary: Raw  # input, as received; empty on stage 0
     output: Raw = b""  # as sent to the next stage; empty on the last
     gradient: Raw = b""  # as received from the next stage; empty on the last
-    generation: int = 0  # of the stage's state; work of an older one does not count any more
+    generation: int = 0  # of the stage's work; that of an older one does not count any more
     answer: Done | None = None
     accumulated: bool = False
     task: asyncio.Task[Done] | None = None
@@ -48,6 +50,11 @@ class Entry:
     sticky: StickyAnswer | None = None  # for the caller only: a difference to what it holds
     residual_bytes: int = 0  # what codecs keep to take its messages back
     with_mask: Raw = b""  # the answer's gradient for callers that sent other bytes, once there was one
+
+    @property
+    def key(self) -> Key:
+        """Its step and microbatch."""
+        return self.step, self.microbatch
 
     @property
     def is_awaited(self) -> bool:
@@ -82,7 +89,7 @@ class Ledger:
     def open(self, microbatch: int, tokens: Raw, boundary: Raw) -> Entry:
         """Take a microbatch. It must not be there yet."""
         assert microbatch not in self._entries
-        entry = self._entries[microbatch] = Entry(microbatch, tokens, boundary)
+        entry = self._entries[microbatch] = Entry(self.step, microbatch, tokens, boundary)
         return entry
 
     def drop(self, entry: Entry) -> None:

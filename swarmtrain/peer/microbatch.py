@@ -24,7 +24,7 @@ from swarmtrain.peer.codecs import BadTensor, WrongPartner
 from swarmtrain.peer.compute import Withdrawn
 from swarmtrain.peer.identity import PeerIdentity, PeerState
 from swarmtrain.peer.jobs import Outcome, StaleWork
-from swarmtrain.peer.ledger import Entry, Raw
+from swarmtrain.peer.ledger import Entry, Ledger, Raw
 from swarmtrain.peer.stage import Stage
 from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.peer.work_stealing import Thief
@@ -70,7 +70,8 @@ class Microbatches:
         await self._admit(work, exchange)
         if work.evaluate:
             return await self._evaluate(work, exchange)
-        entry = clock.ledger.get(work.microbatch)
+        ledger = clock.ledger_of(work.step)
+        entry = ledger.get(work.microbatch)
         if entry is not None and entry.answer is not None:
             peer.counters.from_ledger += 1
             await self._give_up_sticky(entry, exchange.peer_id)
@@ -79,8 +80,8 @@ class Microbatches:
             return entry.answer
         is_first = entry is None
         if entry is None:
-            entry = self._open(work, exchange)
-            serving = self._serve(entry, work, _left_s(exchange))
+            entry = self._open(ledger, work, exchange)
+            serving = self._serve(ledger, entry, work, _left_s(exchange))
             entry.task = asyncio.create_task(serving, name=f"microbatch {work.microbatch}")
         else:
             peer.counters.joined += 1
@@ -98,11 +99,11 @@ class Microbatches:
             return replace(answer, gradient=entry.sticky.payload)
         return answer
 
-    def _open(self, work: Work, exchange: Exchange) -> Entry:
-        """Take a microbatch into the ledger, if there is room."""
+    def _open(self, ledger: Ledger, work: Work, exchange: Exchange) -> Entry:
+        """Take a microbatch into its step's ledger, if there is room."""
         self._stage.device.check()
-        self._check_room()
-        entry = self._clock.ledger.open(work.microbatch, bytes(work.tokens), bytes(work.boundary))
+        self._check_room(work.step)
+        entry = ledger.open(work.microbatch, bytes(work.tokens), bytes(work.boundary))
         entry.hops = {hop.stage: hop for hop in work.hints}
         entry.generation = self._stage.jobs.generation
         entry.caller = exchange.peer_id
@@ -142,7 +143,7 @@ class Microbatches:
         peer, clock, stage = self._peer, self._clock, self._stage
         await peer.check_coordinator(exchange.peer_id, replay.run, replay.term)
         await clock.reach(replay.step, timeout_s=STEP_WAIT_S)
-        entry = clock.ledger.get(replay.microbatch)
+        entry = clock.ledger_of(replay.step).get(replay.microbatch)
         if entry is None or entry.answer is None or self._dispatcher is None:
             raise peer.refuse(Code.UNKNOWN, f"({replay.step}, {replay.microbatch}) is not finished here")
         stage.device.check()
@@ -168,9 +169,9 @@ class Microbatches:
             raise self._as_refusal(error) from error
         return Done(downstream.loss, (peer.hop, *downstream.route), 0.0, 0.0, 0.0, b"", self._load_s)
 
-    async def _serve(self, entry: Entry, work: Work, deadline_s: float) -> Done:
+    async def _serve(self, ledger: Ledger, entry: Entry, work: Work, deadline_s: float) -> Done:
         """The way of one microbatch through this stage. Not cancelled by a lost caller."""
-        peer, stage, ledger = self._peer, self._stage, self._clock.ledger
+        peer, stage = self._peer, self._stage
         spent, started = _Spent(), asyncio.get_running_loop().time()
         try:
             peer.faults.hit(Point.BEFORE_FORWARD)
@@ -285,14 +286,14 @@ class Microbatches:
         """A validation microbatch: forward only, touches no ledger."""
         peer, stage = self._peer, self._stage
         stage.device.check()
-        self._check_room()
+        self._check_room(work.step)
         try:
             computing = stage.evaluate(work.tokens, work.boundary, work.step, work.microbatch)
             timed = await stage.device.unless_it_hangs(computing)
             peer.counters.evaluated += 1
             if self._dispatcher is None:
                 return Done(timed.value.loss, (peer.hop,), timed.queue_s, timed.run_s, 0.0, b"", self._load_s)
-            entry = Entry(work.microbatch, work.tokens, work.boundary)
+            entry = Entry(work.step, work.microbatch, work.tokens, work.boundary)
             exchange.progress(Progress((peer.hop,), self._load_s))
             downstream = await self._call_downstream(entry, work, timed.value.payload, _left_s(exchange))
         except BaseException as error:
@@ -305,13 +306,17 @@ class Microbatches:
             await peer.check_coordinator(exchange.peer_id, work.run, work.term, work.stage)
         else:
             await peer.check_neighbour(work.run, work.term, work.stage)
-        if work.step > clock.step and peer.state in (PeerState.PAUSED, PeerState.DRAINING):
-            # It takes nothing of the next step, and may not even see the end of this one: it need not have work in it.
+        is_later = work.step > clock.step and not clock.is_open(work.step)
+        if is_later and peer.state in (PeerState.PAUSED, PeerState.DRAINING):
+            # It takes nothing of a later step, and may not even see it: it need not have work in this one.
             raise peer.refuse(Code.NOT_SERVING, f"this peer is {peer.state}")
-        await clock.reach(work.step, timeout_s=STEP_WAIT_S)
+        if work.evaluate:
+            await clock.reach_current(work.step, timeout_s=STEP_WAIT_S)
+        else:
+            await clock.reach(work.step, timeout_s=STEP_WAIT_S)
         if not peer.has_contact:  # its answers would lead through a peer that is not counted
             raise peer.refuse(Code.NOT_SERVING, "this peer does not hear the coordinator", retry_after_s=1.0)
-        is_known = not work.evaluate and clock.ledger.get(work.microbatch) is not None
+        is_known = not work.evaluate and clock.ledger_of(work.step).get(work.microbatch) is not None
         if peer.state is not PeerState.SERVING and not is_known:
             raise peer.refuse(Code.NOT_SERVING, f"this peer is {peer.state}")
         if work.basis_epoch != stage.state.basis_epoch:
@@ -324,10 +329,10 @@ class Microbatches:
         except BadTensor as error:
             raise peer.refuse(Code.BAD_TENSOR, str(error)) from error
 
-    def _check_room(self) -> None:
+    def _check_room(self, step: int) -> None:
         compute = self._stage.compute
         waiting = compute.backlog()
-        if waiting >= self._max_queue or self._clock.is_full:
+        if waiting >= self._max_queue or self._clock.is_full(step):
             retry_after_s = 0.05 + 0.5 * compute.backlog_s()
             raise self._peer.refuse(Code.BUSY, f"{waiting} jobs wait", retry_after_s)
 
@@ -363,7 +368,7 @@ class Microbatches:
 
     @property
     def _load_s(self) -> float:
-        return self._stage.load_s(self._clock.ledger)
+        return self._stage.load_s(self._clock.num_open)
 
     def _as_refusal(self, error: BaseException) -> BaseException:
         if isinstance(error, BadTensor):

@@ -105,7 +105,7 @@ class PeerObserver:
             empty_stages=verdict.empty_stages if verdict else (),
             sync_text=status.reason if status.sync_percent is not None else "",
             is_computing=split.is_going_on(Part.COMPUTE),
-            num_open=self._clock.ledger.num_open,
+            num_open=self._clock.num_open,
             num_waiting_jobs=self._stage.compute.backlog(),
             is_reducing=split.is_going_on(Part.REDUCE),
             is_prepared=self._steps.is_prepared,
@@ -145,10 +145,10 @@ class PeerObserver:
             "recomputed": stage.jobs.num_recomputed,
             "rerouted": self._dispatcher.counters.rerouted if self._dispatcher else {},
             "next_stage_peers": self._num_serving() if self._dispatcher else None,
-            "ledger_bytes": clock.ledger.num_bytes(),
-            "open_microbatches": clock.ledger.num_open,
+            "ledger_bytes": clock.ledger_bytes,
+            "open_microbatches": clock.num_open,
             "jobs_waiting": stage.compute.backlog(),
-            "compute_s": {kind.name.lower(): round(times.total_s[kind], 3) for kind in Kind},
+            "compute_s": {kind.name.lower(): round(stage.total_s(kind), 3) for kind in Kind},
             "idle_s": round(times.idle_s, 3),
             "seconds": {**read.parts, "idle": read.idle},
             "lately": self._lately.shares("", now),
@@ -249,7 +249,7 @@ class PeerObserver:
     def _capped_by(self) -> str:
         if self._limiter.up.num_waiting:
             return f"the upload cap of {show_rate(self._limiter.max_up_bytes_per_s or 0.0)} holds messages back"
-        if self._clock.is_full:
+        if self._clock.is_full(self._clock.step):
             return f"the ledger is full: {show_size(self._clock.max_ledger_bytes)}"
         return ""
 
@@ -262,7 +262,7 @@ class PeerObserver:
     def _note_ratios(self) -> None:
         """How much smaller the codec makes a boundary tensor than its fp32 numbers."""
         raw = self._stage.codecs.boundary_bytes
-        entry = next(iter(self._clock.ledger), None)
+        entry = next((entry for ledger in self._clock.ledgers for entry in ledger), None)
         if entry is None or not raw:
             return
         if entry.output:

@@ -1,6 +1,9 @@
-"""One stage on this machine, as the event loop sees it: every method waits for its turn on the compute thread.
+"""One stage on this machine, as the event loop sees it: every method waits for its turn on a thread.
 
     outcome = (await stage.forward(entry, step)).value
+
+With `schedule.delay` there are two: what a step needs after its microbatches (norm, digest, optimizer, copies) runs
+beside the microbatches of the next one, which see other weights. Without, both are the same thread.
 
 What the thread does is in `jobs.py`, in which order in `compute.py`. A method returns `Timed` where its caller tells
 others how long the work took. `Snapshots` are copies of the state that newcomers and checkpoints fetch from, while the
@@ -23,7 +26,7 @@ from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
 from swarmtrain.observe.split import TimeSplit
 from swarmtrain.peer.codecs import StageCodecs
-from swarmtrain.peer.compute import ComputeThread, ComputeTimes, DeviceWatch, Kind, Timed
+from swarmtrain.peer.compute import ComputeThread, ComputeTimes, DeviceWatch, Key, Kind, Timed
 from swarmtrain.peer.jobs import Outcome, StageJobs
 from swarmtrain.peer.ledger import Entry, Ledger, Raw
 from swarmtrain.reduce.coding import FactorRound, Reduced, StageCoder
@@ -33,15 +36,16 @@ T = TypeVar("T")
 
 MAX_SNAPSHOTS = 2  # one for newcomers, one for a checkpoint
 SNAPSHOT_LIFE_S = 30.0  # a copy of the state that no peer has fetched from for so long is dropped
-_NO_MICROBATCH = -1  # of step work and messages: within a kind they run as they come
+_NO_MICROBATCH = (-1, -1)  # of step work and messages: within a kind they run as they come
 
 
 class Stage:
     """See the module. Everything here is touched on the event loop only."""
 
-    def __init__(self, manifest: Manifest, compute: ComputeThread, jobs: StageJobs) -> None:
+    def __init__(self, manifest: Manifest, compute: ComputeThread, steps: ComputeThread, jobs: StageJobs) -> None:
         self.manifest, self.compute, self.jobs = manifest, compute, jobs
-        self.device = DeviceWatch(compute)
+        self._steps = steps  # the thread on which steps are applied
+        self.device = DeviceWatch(compute, steps)
         self.snapshots = Snapshots(self)
 
     @classmethod
@@ -49,6 +53,7 @@ class Stage:
         cls,
         manifest: Manifest,
         compute: ComputeThread,
+        steps: ComputeThread,
         index: int,
         device: str,
         *,
@@ -60,7 +65,7 @@ class Stage:
             Kind.STEP, _NO_MICROBATCH, lambda: StageWorker(StageState(manifest, index, device=device))
         )
         jobs = StageJobs(manifest, built.value, graph_budget_bytes=graph_budget_bytes, make_store=make_store)
-        return cls(manifest, compute, jobs)
+        return cls(manifest, compute, steps, jobs)
 
     @property
     def state(self) -> StageState:
@@ -92,6 +97,11 @@ class Stage:
         """How long jobs take here."""
         return self.compute.times
 
+    def total_s(self, kind: Kind) -> float:
+        """That jobs of a kind have taken so far."""
+        threads = {self.compute, self._steps}
+        return sum(thread.times.total_s[kind] for thread in threads)
+
     @property
     def forward_s(self) -> float:
         """A forward, usually."""
@@ -107,30 +117,28 @@ class Stage:
         """Both passes of one microbatch, usually."""
         return self.forward_s + self.backward_s
 
-    def load_s(self, ledger: Ledger) -> float:
-        """Both passes of everything that is not answered yet."""
-        return self.service_s * ledger.num_open
+    def load_s(self, num_open: int) -> float:
+        """Both passes of so many microbatches."""
+        return self.service_s * num_open
 
     # -- one microbatch
 
     async def forward(self, entry: Entry, step: int, partner: str = "") -> Timed[Outcome]:
         """See `StageJobs.forward`."""
-        return await self.compute.run(Kind.FORWARD, entry.microbatch, lambda: self.jobs.forward(entry, step, partner))
+        return await self.compute.run(Kind.FORWARD, entry.key, lambda: self.jobs.forward(entry, step, partner))
 
     async def backward(self, entry: Entry, step: int, gradient: Raw) -> Timed[Outcome]:
         """See `StageJobs.backward`."""
-        return await self.compute.run(
-            Kind.BACKWARD, entry.microbatch, lambda: self.jobs.backward(entry, step, gradient)
-        )
+        return await self.compute.run(Kind.BACKWARD, entry.key, lambda: self.jobs.backward(entry, step, gradient))
 
     async def evaluate(self, tokens: Raw, boundary: Raw, step: int, microbatch: int) -> Timed[Outcome]:
         """See `StageJobs.evaluate`."""
         return await self.compute.run(
-            Kind.EVALUATE, microbatch, lambda: self.jobs.evaluate(tokens, boundary, step, microbatch)
+            Kind.EVALUATE, (step, microbatch), lambda: self.jobs.evaluate(tokens, boundary, step, microbatch)
         )
 
-    def withdraw_forward(self, may_go: Callable[[int], bool]) -> int | None:
-        """Take the forward that would run last out of the queue, of those that may go: its microbatch, or None.
+    def withdraw_forward(self, may_go: Callable[[Key], bool]) -> Key | None:
+        """Take the forward that would run last out of the queue, of those that may go: whose it is, or None.
 
         Its caller gets `Withdrawn`.
         """
@@ -163,7 +171,7 @@ class Stage:
     async def reconciled_share(self, ledger: Ledger, wanted: set[int]) -> Tensor:
         """See `StageJobs.reconciled_share`."""
         entries = list(ledger)
-        return await self._step_work(lambda: self.jobs.reconciled_share(entries, wanted, ledger.step))
+        return await self._between_passes(lambda: self.jobs.reconciled_share(entries, wanted, ledger.step))
 
     async def factors(self, share: Tensor | None) -> FactorRound:
         """See `StageCoder.factors`."""
@@ -198,8 +206,21 @@ class Stage:
         *,
         counted: Collection[int],
     ) -> str:
-        """See `StageJobs.apply`."""
-        return await self._step_work(lambda: self.jobs.apply(reduced, scale, learning_rate, basis, counted=counted))
+        """End this step: see `StageJobs.close_step`, and `StageJobs.apply`. Returns the digest of the new state."""
+        jobs, step, has_moved = self.jobs, self.state.step, basis is not None
+
+        def at_once() -> str:
+            digest = jobs.apply(jobs.close_step(step, counted), reduced, scale, learning_rate, basis)
+            jobs.forget_if_due(step + 1, has_moved=has_moved)
+            return digest
+
+        if self._steps is self.compute:
+            return await self._step_work(at_once)
+        total = await self._between_passes(lambda: jobs.close_step(step, counted))
+        digest = await self._step_work(lambda: jobs.apply(total, reduced, scale, learning_rate, basis))
+        if has_moved or self.manifest.is_checkpoint(step + 1):
+            await self._between_passes(lambda: jobs.forget_if_due(step + 1, has_moved=has_moved))
+        return digest
 
     # -- the state
 
@@ -213,18 +234,33 @@ class Stage:
 
     async def load_state(self, source: StateSource) -> str:
         """Replace the state; returns the digest of what was loaded. See `StageJobs.load_state`."""
-        await self._step_work(lambda: self.jobs.load_state(source))
-        return await self._step_work(self.jobs.state_digest)
+        jobs = self.jobs
+
+        def at_once() -> None:
+            jobs.load_state(source)
+            jobs.begin_anew()
+
+        if self._steps is self.compute:
+            await self._step_work(at_once)
+        else:
+            await self.drop_work()
+            await self._step_work(lambda: jobs.load_state(source))
+            await self._between_passes(jobs.begin_anew)
+        return await self._step_work(jobs.state_digest)
 
     async def drop_work(self) -> None:
         """See `StageJobs.drop_work`."""
-        await self._step_work(self.jobs.drop_work)
+        await self._between_passes(self.jobs.drop_work)
 
     async def damage_state(self) -> None:
         """See `StageJobs.damage_state`."""
         await self._step_work(self.jobs.damage_state)
 
     async def _step_work(self, job: Callable[[], T]) -> T:
+        return (await self._steps.run(Kind.STEP, _NO_MICROBATCH, job)).value
+
+    async def _between_passes(self, job: Callable[[], T]) -> T:
+        """What must not happen during a pass, and is quickly done."""
         return (await self.compute.run(Kind.STEP, _NO_MICROBATCH, job)).value
 
     async def _message(self, job: Callable[[], T]) -> T:

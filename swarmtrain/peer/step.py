@@ -4,6 +4,8 @@
               and is reduced with the others of the stage
     apply     the coordinator has decided: one optimizer step, and the next step begins
 
+With `schedule.delay` the next step's microbatches are computed meanwhile, with weights of their own (step_clock.py).
+
 A serving peer must have prepared what it is told to apply. A listener (a newcomer that is still fetching the state)
 receives the reduced gradients and the decisions of the steps since its snapshot, and applies them in order as soon as
 the snapshot is there: training never waits for it.
@@ -88,7 +90,7 @@ class StepProtocol:
             attempt = self._listen(prepare)
         else:
             self._stage.device.check()
-            await self._clock.reach(prepare.step, timeout_s=STEP_WAIT_S)
+            await self._clock.reach_current(prepare.step, timeout_s=STEP_WAIT_S)
             attempt = await self._take_part(prepare)
         return await self._ended(attempt, exchange)
 
@@ -158,6 +160,8 @@ class StepProtocol:
         wanted = set(np.frombuffer(mine[0].microbatches, dtype="<u4").tolist())
         share = None
         if wanted:
+            if clock.step != prepare.step:
+                return Unprepared(b"", (), f"this peer is at step {clock.step}")
             ledger = clock.ledger
             missing = sorted(wanted - ledger.finished())
             if missing:
@@ -186,7 +190,7 @@ class StepProtocol:
         reduction = await attempt.lane(Lane(share.lane))  # it may begin when another one has ended
         if reduction is None:
             raise peer.refuse(Code.UNKNOWN, "this attempt was given up")
-        return await reduction.receive_share(share, exchange.peer_id)
+        return await reduction.receive_share(share, exchange.peer_id, exchange.release)
 
     # -- apply
 
@@ -221,7 +225,7 @@ class StepProtocol:
         # Used up: should this fail half-way, being told again must not apply it to what is left. Then the state is
         # fetched again.
         self._ready.pop(apply.step, None)
-        clock.is_applying = True  # what arrives from now on belongs to the next step
+        clock.is_applying = True  # what arrives from now on belongs to later steps
         try:
             digest = await stage.apply(ready.reduced, apply.scale, apply.learning_rate, basis, counted=ready.counted)
             applied = self.last_applied = Applied(apply.step + 1, digest)
@@ -230,7 +234,7 @@ class StepProtocol:
             stage.snapshots.drop_unused()
             if apply.snapshot:
                 await self._keep_snapshot()
-            await clock.enter(apply.step + 1)
+            await clock.advance()
         finally:
             clock.is_applying = False
         peer.faults.hit(Point.AFTER_APPLY)

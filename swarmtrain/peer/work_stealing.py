@@ -15,6 +15,7 @@ from swarmtrain import world
 from swarmtrain.model.workload import workload_of
 from swarmtrain.observe.faults import Point
 from swarmtrain.p2p.errors import NetError
+from swarmtrain.peer.compute import Key
 from swarmtrain.peer.identity import PeerIdentity, PeerState
 from swarmtrain.peer.ledger import Entry
 from swarmtrain.peer.stage import Stage
@@ -73,9 +74,9 @@ class Thief:
 
     def _would_take_it(self) -> bool:
         peer, clock = self._peer, self._clock
-        if peer.state is not PeerState.SERVING or clock.is_applying or not peer.has_contact:
+        if peer.state is not PeerState.SERVING or not clock.takes_work or not peer.has_contact:
             return False
-        if clock.is_full:
+        if clock.is_full(clock.step):
             return False
         if is_line_bound(self._wire_s, self._stage.service_s):
             return False
@@ -103,7 +104,7 @@ class Thief:
         """What this peer holds and what is on its way: else it would ask for more with every pass until that comes."""
         while self._promised and self._promised[0] < asyncio.get_running_loop().time():
             self._promised.popleft()
-        return self._stage.load_s(self._clock.ledger) + len(self._promised) * self._stage.service_s
+        return self._stage.load_s(self._clock.num_open) + len(self._promised) * self._stage.service_s
 
 
 class Victim:
@@ -118,8 +119,8 @@ class Victim:
         peer.check_sibling(request.run, request.stage)
         if exchange.peer_id not in peer.siblings or not self._would_give(request):
             return StealReply(False)
-        microbatch = self._stage.withdraw_forward(self._may_go)
-        entry = self._clock.ledger.get(microbatch) if microbatch is not None else None
+        withdrawn = self._stage.withdraw_forward(self._may_go)
+        entry = self._entry(withdrawn) if withdrawn is not None else None
         if entry is None:
             return StealReply(False)
         entry.stolen_by = exchange.peer_id
@@ -134,11 +135,15 @@ class Victim:
             return False
         return is_worth_stealing(
             waiting_s=stage.compute.backlog_s(),
-            victim_load_s=stage.load_s(self._clock.ledger),
+            victim_load_s=stage.load_s(self._clock.num_open),
             thief_load_s=request.load_s,
             thief_service_s=request.service_s,
         )
 
-    def _may_go(self, microbatch: int) -> bool:
-        entry = self._clock.ledger.get(microbatch)
+    def _may_go(self, of: Key) -> bool:
+        entry = self._entry(of)
         return entry is not None and not entry.was_stolen and entry.is_awaited
+
+    def _entry(self, of: Key) -> Entry | None:
+        step, microbatch = of
+        return self._clock.ledger_of(step).get(microbatch) if self._clock.is_open(step) else None

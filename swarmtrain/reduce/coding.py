@@ -26,6 +26,7 @@ from swarmtrain.model.buffers import Slot, StateLayout
 from swarmtrain.model.state import StageState
 from swarmtrain.reduce.partition import Piece, cut
 from swarmtrain.reduce.shares import EXACT, CodedShares, FactorShares, OrthonormalShares, ShareFormat
+from swarmtrain.reduce.totals import Total
 from swarmtrain.run.manifest import Manifest
 
 
@@ -68,7 +69,7 @@ def factor_pieces(layout: StateLayout, owned: Sequence[int]) -> list[Piece]:
 
 
 def left_pieces(layout: StateLayout, owned: list[int]) -> list[Piece]:
-    """One piece per matrix, round-robin among the peers that own anything: listeners do not."""
+    """One piece per matrix, round-robin among the owners that own anything."""
     owners = [position for position, elements in enumerate(owned) if elements] or [0]
     pieces, start = [], 0
     for index, slot in enumerate(layout.factored):
@@ -235,8 +236,9 @@ class FactorRound:
 
 def _through(form: ShareFormat, piece: Piece, numbers: object) -> Tensor:
     """The result for a piece of which only this peer has a share."""
-    share = form.own(numbers, piece.start)  # type: ignore[arg-type]
-    return torch.from_numpy(form.result(form.answer([share], piece), piece.stop - piece.start).copy())
+    total = Total(piece.stop - piece.start)
+    total.add(form.own(numbers, piece.start))  # type: ignore[arg-type]
+    return torch.from_numpy(form.result(form.answer(total, piece.start), total.size).copy())
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:

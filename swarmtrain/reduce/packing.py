@@ -6,7 +6,6 @@ that way, below 8 into 6, all others into 7; fp64 takes 8. It is lossless, so re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmtrain.model.exact import GRID_EXPONENT
-from swarmtrain.native import Added, native
+from swarmtrain.native import native
 
 WIDTHS = (5, 6, 7)
 _STEP = 2.0**GRID_EXPONENT
 
-_STEPS_LIMIT = 2**53
-MAX_SHARES = 128  # of up to 2**55 steps: their sum fits into 64 bits
+STEPS_LIMIT = 2**53  # beyond it fp64 is no longer exact
 
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
@@ -33,20 +31,6 @@ class Packed:
 
     raw: npt.NDArray[np.uint8]
     width: int
-
-    @property
-    def size(self) -> int:
-        """How many numbers they are."""
-        return self.raw.size // self.width
-
-    def numbers(self) -> Doubles:
-        """As fp64."""
-        loops = native()
-        if loops is None:
-            return _steps_of(self).astype(np.float64) * _STEP
-        numbers = np.empty(self.size)
-        loops.unpack(self.raw, _STEP, self.width, numbers)
-        return numbers
 
 
 def pack(numbers: Doubles) -> npt.NDArray[np.uint8] | None:
@@ -71,18 +55,25 @@ def packed_share(raw: Any, size: int) -> Packed | None:
     return None
 
 
-def rounded_sum(shares: Sequence[Packed | Doubles]) -> Floats | None:
-    """The exact sum, rounded to fp32 once; NaN where it has left the exact range. None if a share is off the grid."""
-    assert len(shares) <= MAX_SHARES
+def add_steps(share: Packed | Doubles, total: Steps) -> bool:
+    """Add a share to `total`, in grid steps; False, and nothing, if a number of it is not on the grid."""
     loops = native()
     if loops is None:
-        return _rounded_sum(shares)
-    total = np.empty(shares[0].size, dtype=np.float32)
-    arrays = [(s.width, s.raw) if isinstance(s, Packed) else (8, np.ascontiguousarray(s)) for s in shares]
-    how = loops.add(arrays, _STEP, total)
-    if how is Added.OVER:
-        total[:] = np.nan
-    return total if how is not Added.OFF_GRID else None
+        return _add_steps(share, total)
+    if isinstance(share, Packed):
+        return loops.add(share.raw, share.width, _STEP, total)
+    return loops.add(np.ascontiguousarray(share), 8, _STEP, total)
+
+
+def rounded(total: Steps) -> Floats:
+    """A sum in grid steps, rounded to fp32 once; NaN everywhere if it has left the exact range."""
+    loops = native()
+    if loops is None:
+        return _rounded(total)
+    numbers = np.empty(total.size, dtype=np.float32)
+    if not loops.round(total, _STEP, numbers):
+        numbers[:] = np.nan
+    return numbers
 
 
 def _pack(numbers: Doubles) -> npt.NDArray[np.uint8] | None:
@@ -95,14 +86,16 @@ def _pack(numbers: Doubles) -> npt.NDArray[np.uint8] | None:
     return np.ascontiguousarray(wide[:, :width]).reshape(-1)
 
 
-def _rounded_sum(shares: Sequence[Packed | Doubles]) -> Floats | None:
-    total = np.zeros(shares[0].size, dtype=np.int64)
-    for share in shares:
-        steps = _steps_of(share) if isinstance(share, Packed) else _whole_steps(share)
-        if steps is None:
-            return None
-        total += steps
-    if total.size and max(-int(total.min()), int(total.max())) > _STEPS_LIMIT:
+def _add_steps(share: Packed | Doubles, total: Steps) -> bool:
+    steps = _steps_of(share) if isinstance(share, Packed) else _whole_steps(share)
+    if steps is None:
+        return False
+    total += steps
+    return True
+
+
+def _rounded(total: Steps) -> Floats:
+    if total.size and max(-int(total.min()), int(total.max())) > STEPS_LIMIT:
         return np.full(total.size, np.nan, dtype=np.float32)
     return (total.astype(np.float64) * _STEP).astype(np.float32)
 
@@ -111,13 +104,14 @@ def _whole_steps(numbers: Doubles) -> Steps | None:
     with np.errstate(over="ignore", invalid="ignore"):
         steps = numbers * (1.0 / _STEP)
         largest = float(np.max(np.abs(steps), initial=0.0))
-    if not largest <= _STEPS_LIMIT or bool((steps != np.trunc(steps)).any()):
+    if not largest <= STEPS_LIMIT or bool((steps != np.trunc(steps)).any()):
         return None
     return steps.astype(np.int64)
 
 
 def _steps_of(share: Packed) -> Steps:
-    wide = np.zeros((share.size, 8), dtype=np.uint8)
-    wide[:, 8 - share.width :] = share.raw.reshape(share.size, share.width)
+    rows = share.raw.reshape(-1, share.width)
+    wide = np.zeros((len(rows), 8), dtype=np.uint8)
+    wide[:, 8 - share.width :] = rows
     steps: Steps = wide.reshape(-1).view("<i8") >> (64 - 8 * share.width)  # the sign goes with it
     return steps

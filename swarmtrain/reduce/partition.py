@@ -14,7 +14,7 @@ class Piece:
     """A range of the flat gradient that one peer adds up."""
 
     index: int
-    owner: int  # position in the roster
+    owner: int  # position among the owners
     start: int
     stop: int
 
@@ -27,9 +27,19 @@ def owned_elements(size: int, up_and_down: Sequence[tuple[float, float]]) -> lis
     unknown. An unknown uplink counts as an average one: uplinks are the bottleneck, so a wide downlink says nothing of
     them, while a narrow downlink limits on its own.
     """
+    return owned_by_rates(size, effective_rates(up_and_down))
+
+
+def effective_rates(up_and_down: Sequence[tuple[float, float]]) -> list[float]:
+    """One rate for both directions of each peer; see `owned_elements`."""
     known = [up for up, _ in up_and_down if up > 0] or [down for _, down in up_and_down if down > 0]
     usual = sum(known) / len(known) if known else 1.0
-    shares = _shares([min(up or usual, down or math.inf) for up, down in up_and_down])
+    return [min(up or usual, down or math.inf) for up, down in up_and_down]
+
+
+def owned_by_rates(size: int, rates: Sequence[float]) -> list[int]:
+    """See `owned_elements`."""
+    shares = _shares(rates)
     owned = [int(size * share) for share in shares]
     owned[shares.index(max(shares))] += size - sum(owned)
     return owned
@@ -47,7 +57,7 @@ def _shares(rates: Sequence[float]) -> list[float]:
 
 
 def cut(owned: Sequence[int]) -> list[Piece]:
-    """Cut the gradient into pieces. What each peer owns is contiguous, in roster order."""
+    """Cut the gradient into pieces. What each owner owns is contiguous, in their order."""
     pieces: list[Piece] = []
     start = 0
     for owner, size in enumerate(owned):

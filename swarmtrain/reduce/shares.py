@@ -7,48 +7,28 @@ bits. A lossy format keeps what it left out in the sender's encoder (error feedb
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from swarmtrain.codec import CodecError, Direction, Limits, MessageContext, decode
+from swarmtrain.codec.chunktopk import CHUNK, decode_chunk_sum, encode_chunk_sum
 from swarmtrain.codec.gradient import GradientEncoder, GradientSpec
 from swarmtrain.codec.lowrank import orthonormal
-from swarmtrain.model.exact import SUM_LIMIT
-from swarmtrain.reduce.packing import MAX_SHARES, Packed, pack, packed_share, rounded_sum
-from swarmtrain.reduce.partition import Piece
+from swarmtrain.reduce.packing import pack, packed_share
+from swarmtrain.reduce.totals import BadShare, Buffer, Numbers, Share, Total
 
-Buffer = bytes | bytearray | memoryview
-Numbers = npt.NDArray[Any]
+SUM_KEPT = 2  # topk: of the sum of several shares, so many times as many values travel as of a share
 
 _CONTEXT = MessageContext(0, Direction.BACKWARD)
-_COUNT = struct.Struct("<I")
-
-
-class BadShare(ValueError):
-    """These bytes are not a share or an answer of this piece."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One contributor's numbers of a piece, and their bytes if the answer contains them."""
-
-    numbers: Numbers | Packed
-    raw: bytes = b""
-
-    @staticmethod
-    def empty() -> Share:
-        """Stands for a share that has been added."""
-        return Share(np.zeros(0))
+_ONE_SHARE, _SUM = b"\0", b"\1"  # topk: what an answer is
 
 
 class ShareFormat(Protocol):
     """Encodes and decodes shares (reduce-scatter) and answers (all-gather)."""
+
+    unit: int  # a piece may be divided between groups after every so many numbers; 0: nowhere
 
     def own(self, numbers: Numbers, start: int) -> Share:
         """The owner's own share, which does not travel."""
@@ -59,18 +39,23 @@ class ShareFormat(Protocol):
     def unpack(self, raw: Buffer, size: int) -> Share:
         """A share from its bytes, at the owner. Raises BadShare."""
 
-    def answer(self, shares: Sequence[Share], piece: Piece) -> Buffer:
-        """The bytes that go to every peer: the sum of all shares, which are in roster order."""
+    def answer(self, total: Total, start: int) -> Buffer:
+        """The bytes that go to every peer: the sum of all shares."""
 
     def result(self, raw: Buffer, size: int) -> Numbers:
         """The reduced piece (fp32) from an answer. Raises BadShare."""
 
+    def settle(self, reduced: Numbers, start: int) -> None:
+        """This peer has the sum of a piece of which it sent a share."""
+
 
 class ExactShares:
-    """Lossless shares; the owner rounds the sum to fp32, once.
+    """Lossless shares; the sum is rounded to fp32, once.
 
     On the exact grid they travel as integers of 5 to 7 bytes, otherwise as fp64 or fp32: the length tells which.
     """
+
+    unit = CHUNK
 
     def own(self, numbers: Numbers, start: int) -> Share:
         """See ShareFormat."""
@@ -95,12 +80,9 @@ class ExactShares:
             raise BadShare("the share is not finite")
         return Share(numbers)
 
-    def answer(self, shares: Sequence[Share], piece: Piece) -> Buffer:
+    def answer(self, total: Total, start: int) -> Buffer:
         """See ShareFormat."""
-        exact = [s.numbers for s in shares if isinstance(s.numbers, Packed) or s.numbers.dtype == np.float64]
-        total = rounded_sum(exact) if len(exact) == len(shares) <= MAX_SHARES else None
-        summed = add_shares(shares) if total is None else total
-        view: memoryview = summed.astype("<f4", copy=False).view(np.uint8).data
+        view: memoryview = total.rounded().astype("<f4", copy=False).view(np.uint8).data
         return view
 
     def result(self, raw: Buffer, size: int) -> Numbers:
@@ -108,6 +90,9 @@ class ExactShares:
         if len(raw) != 4 * size:
             raise BadShare(f"{len(raw)} bytes are not {size} numbers")
         return np.frombuffer(raw, dtype="<f4")
+
+    def settle(self, reduced: Numbers, start: int) -> None:
+        """See ShareFormat. Nothing was left out."""
 
 
 EXACT = ExactShares()
@@ -119,15 +104,17 @@ class OrthonormalShares(ExactShares):
     Only the owner does so, because machines round a decomposition differently.
     """
 
+    unit = 0
+
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def answer(self, shares: Sequence[Share], piece: Piece) -> Buffer:
+    def answer(self, total: Total, start: int) -> Buffer:
         """See ShareFormat."""
-        total = torch.from_numpy(add_shares(shares).astype(np.float32)).view(-1, self._rank)  # (rows, rank)
-        if not bool(torch.isfinite(total).all()):
-            return total.numpy().astype("<f4").tobytes()  # the step's norm will show that training diverged
-        return orthonormal(total).contiguous().numpy().astype("<f4").tobytes()
+        factor = torch.from_numpy(total.rounded()).view(-1, self._rank)  # (rows, rank)
+        if not bool(torch.isfinite(factor).all()):
+            return factor.numpy().astype("<f4").tobytes()  # the step's norm will show that training diverged
+        return orthonormal(factor).contiguous().numpy().astype("<f4").tobytes()
 
 
 class FactorShares(ExactShares):
@@ -143,10 +130,16 @@ class FactorShares(ExactShares):
 
 
 class CodedShares:
-    """Shares through a gradient codec: bf16 and int8 also encode the sum; topk answers with the bytes of all shares."""
+    """Shares through a gradient codec. bf16 and int8 also encode the sum.
+
+    topk keeps the largest values of the sum, as many whatever the number of peers. A value of a share that is not among
+    them stays with its sender, as if it had not been sent. The answer to a single share is that share.
+    """
+
+    unit = CHUNK
 
     def __init__(self, encoder: GradientEncoder) -> None:
-        self._encoder = encoder
+        self._encoder, self._spec = encoder, encoder.spec
         plain = encoder.spec if encoder.spec.kind != "topk" else GradientSpec("none")
         self._answers = GradientEncoder(plain, encoder.num_elements)  # never committed: no error feedback
 
@@ -160,31 +153,34 @@ class CodedShares:
 
     def unpack(self, raw: Buffer, size: int) -> Share:
         """See ShareFormat."""
-        return Share(_decoded(raw, size), bytes(raw) if self._encoder.spec.kind == "topk" else b"")
+        return Share(_decoded(raw, size), bytes(raw) if self._spec.kind == "topk" else b"")
 
-    def answer(self, shares: Sequence[Share], piece: Piece) -> Buffer:
+    def answer(self, total: Total, start: int) -> Buffer:
         """See ShareFormat."""
-        if self._encoder.spec.kind == "topk":
-            return b"".join([_COUNT.pack(len(shares)), *(_COUNT.pack(len(s.raw)) + s.raw for s in shares)])
-        total = torch.from_numpy(add_shares(shares).astype(np.float32))
-        return self._answers.encode(total, piece.start)
+        if total.only:
+            return _ONE_SHARE + total.only
+        numbers = total.rounded()
+        if self._spec.kind == "topk":
+            return _SUM + encode_chunk_sum(numbers, SUM_KEPT * self._spec.size)
+        return self._answers.encode(torch.from_numpy(numbers), start)
 
     def result(self, raw: Buffer, size: int) -> Numbers:
         """See ShareFormat."""
-        if self._encoder.spec.kind == "topk":
-            return add_shares([Share(_decoded(share, size)) for share in _shares_in(raw)]).astype(np.float32)
-        return _decoded(raw, size)
+        if self._spec.kind != "topk":
+            return _decoded(raw, size)
+        if raw[:1] == _ONE_SHARE:
+            return _decoded(memoryview(raw)[1:], size)
+        if raw[:1] != _SUM:
+            raise BadShare("an answer that is neither a share nor a sum")
+        try:
+            return decode_chunk_sum(memoryview(raw)[1:], size, SUM_KEPT * self._spec.size)
+        except CodecError as error:
+            raise BadShare(str(error)) from error
 
-
-def add_shares(shares: Sequence[Share]) -> Numbers:
-    """The sum in roster order, in fp64 where a share is; NaN where exact sums have left their range."""
-    numbers = [s.numbers.numbers() if isinstance(s.numbers, Packed) else s.numbers for s in shares]
-    total = np.zeros(numbers[0].size, dtype=np.result_type(*[share.dtype for share in numbers]))
-    for share in numbers:
-        total += share
-    if total.dtype == np.float64 and total.size and max(-total.min(), total.max()) > SUM_LIMIT:
-        total[:] = np.nan  # no longer exact: the step's norm will show that training diverged
-    return total
+    def settle(self, reduced: Numbers, start: int) -> None:
+        """See ShareFormat."""
+        if self._spec.kind == "topk":
+            self._encoder.take_back(torch.from_numpy(reduced == 0.0), start)
 
 
 def _decoded(raw: Buffer, size: int) -> Numbers:
@@ -193,23 +189,3 @@ def _decoded(raw: Buffer, size: int) -> Numbers:
     except CodecError as error:
         raise BadShare(str(error)) from error
     return tensor.to(torch.float32).numpy()
-
-
-def _shares_in(raw: Buffer) -> list[memoryview]:
-    view, shares = memoryview(raw), []
-    if len(view) < _COUNT.size:
-        raise BadShare("the answer does not say how many shares it holds")
-    (count,) = _COUNT.unpack_from(view)
-    start = _COUNT.size
-    for _ in range(min(count, len(view))):
-        if len(view) - start < _COUNT.size:
-            raise BadShare("the answer ends between two shares")
-        (length,) = _COUNT.unpack_from(view, start)
-        start += _COUNT.size
-        if length > len(view) - start:
-            raise BadShare("the answer ends within a share")
-        shares.append(view[start : start + length])
-        start += length
-    if not shares or start != len(view):
-        raise BadShare("the answer has bytes that belong to no share")
-    return shares

@@ -208,15 +208,30 @@ class Manifest:
     def weights_step(self, step: int) -> int:
         """How many steps have been applied to the weights that every microbatch of step `step` (0-based) sees.
 
-        Without a delay all before it. A checkpoint is a barrier: its step sees the checkpoint's state.
+        Without a delay all before it. A barrier's step sees the barrier's state.
         """
         if step < self.schedule.delay_from:
             return step
-        return max(self.last_checkpoint(step), step - self.schedule.delay)
+        return max(self.last_barrier(step), step - self.schedule.delay)
+
+    def last_barrier(self, step: int) -> int:
+        """The newest barrier at or before `step`: there a step's weights are the state itself, whatever the delay.
+
+        Barriers are the first and the last state, checkpoints, and states to which the subspace has moved: a checkpoint
+        need not hold older weights, and no step's weights belong to another subspace than its state.
+        """
+        if step >= self.schedule.steps:
+            return step
+        return max(self.last_checkpoint(step), step - step % (self.boundary.track_every or step + 1))
 
     def last_checkpoint(self, step: int) -> int:
         """The newest step at or before `step` of whose state checkpoint.every asks for a checkpoint; 0 at first."""
         return step - step % self.checkpoint.every if self.checkpoint.every else 0
+
+    def is_predicted(self, step: int) -> bool:
+        """Whether microbatches of step `step` see its weights plus their last change: where there was one since the
+        last barrier."""
+        return self.schedule.predict and self.last_barrier(step) < self.weights_step(step) < step
 
     def basis_epoch(self, step: int) -> int:
         """How often the subspace has moved when `step` steps are applied."""

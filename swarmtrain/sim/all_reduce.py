@@ -24,9 +24,14 @@ def moved_bytes(gradient_bytes: float, rates: Sequence[float]) -> list[float]:
     if num_peers < 2:
         return [0.0] * num_peers
     if min(rates) == max(rates):
-        return [gradient_bytes * (1.0 - 1.0 / num_peers)] * num_peers
+        return [equal_share_bytes(gradient_bytes, num_peers)] * num_peers
     owned = owned_elements(_WHOLE, [(rate, rate) for rate in rates])
     return [0.5 * gradient_bytes * (1.0 + (num_peers - 2) * elements / _WHOLE) for elements in owned]
+
+
+def equal_share_bytes(gradient_bytes: float, num_peers: int) -> float:
+    """What each of a group of equal peers sends, and receives: all but the part that it owns."""
+    return gradient_bytes * (1.0 - 1.0 / num_peers)
 
 
 def all_reduce_seconds(gradient_bytes: float, rates: Sequence[float]) -> float:

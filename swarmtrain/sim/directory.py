@@ -80,11 +80,12 @@ class SimDirectory:
 
 def stage_bytes(scenario: Scenario, stage: int) -> tuple[float, float]:
     """(received, sent) per microbatch by a peer of this stage: one boundary tensor per neighbour and direction."""
-    num_neighbours = (stage > 0) + (stage < scenario.num_stages - 1)
-    return num_neighbours * scenario.boundary_bytes, num_neighbours * scenario.boundary_bytes
+    has_below, has_above = stage > 0, stage < scenario.num_stages - 1
+    forward, back = scenario.boundary_bytes, scenario.bytes_back
+    return has_below * forward + has_above * back, has_above * forward + has_below * back
 
 
 def link_rate(scenario: Scenario, peer: SimPeer) -> float:
     """Microbatches per second that the machine's links can carry in an inner stage."""
-    num_bytes = 2.0 * scenario.boundary_bytes
+    num_bytes = scenario.boundary_bytes + scenario.bytes_back
     return min(peer.up_rate, peer.down_rate) / num_bytes if num_bytes else float("inf")

@@ -40,6 +40,7 @@ class Pipeline:
         self.scenario = world.scenario
         self.last = world.scenario.num_stages - 1
         self.num_bytes = world.scenario.boundary_bytes
+        self.bytes_back = world.scenario.bytes_back
         self.on_finished: Callable[[Microbatch, SimPeer], None] = lambda microbatch, owner: None
         self.on_owner_lost: Callable[[Microbatch, SimPeer], None] = lambda microbatch, owner: None
         self.on_forwarded: Callable[[SimPeer, Job, float], None] = lambda owner, job, began_at: None
@@ -81,7 +82,11 @@ class Pipeline:
     def replay_piece(self, stage: int, peer: SimPeer, step: int) -> None:
         """Recompute one stage of a finished microbatch of a step: its gradient was lost with its peer."""
         peer.replaying[step & 1] += 1
-        arrival = self.engine.now + 2.0 * self.num_bytes / min(peer.up_rate, peer.down_rate) + 4.0 * peer.latency_s
+        arrival = (
+            self.engine.now
+            + (self.num_bytes + self.bytes_back) / min(peer.up_rate, peer.down_rate)
+            + 4.0 * peer.latency_s
+        )
         self.engine.at(arrival, self._replay_arrives, stage, peer, peer.incarnation, step)
 
     def _replay_arrives(self, stage: int, peer: SimPeer, incarnation: int, step: int) -> None:
@@ -142,7 +147,9 @@ class Pipeline:
         now = self.engine.now
         holder = microbatch.route[stage]
         if holder is not None and self._holds(holder, microbatch, stage):
-            self.engine.at(self._transfer(sender, holder), self._hint_arrives, microbatch, stage, holder)
+            self.engine.at(
+                self._transfer(sender, holder, self.num_bytes), self._hint_arrives, microbatch, stage, holder
+            )
             return
         microbatch.route[stage] = None
         pick = sender.router.pick(self.num_bytes, now, microbatch.exclude)
@@ -165,13 +172,13 @@ class Pipeline:
             self.engine.after(CONNECT_TIMEOUT_S, self._refused, microbatch, stage, sender, peer, token, "dead")
             return
         if peer.state != "serving" or peer.stage != stage:  # the directory was stale
-            back_at = self._transfer(sender, peer)
+            back_at = self._transfer(sender, peer, self.num_bytes)
             self.engine.at(back_at, self._refused, microbatch, stage, sender, peer, token, "draining")
             return
         peer.held[microbatch] = stage
         now, up_free = self.engine.now, sender.up_free
         sent_at = up_free if up_free > now else now
-        arrives_at = self._transfer(sender, peer)
+        arrives_at = self._transfer(sender, peer, self.num_bytes)
         self.processors.expect(peer, Job(FORWARD, microbatch, stage, token, sent_at, arrives_at, sender))
 
     def _holds(self, peer: SimPeer, microbatch: Microbatch, stage: int) -> bool:
@@ -180,9 +187,9 @@ class Pipeline:
             microbatch.ready[stage] and peer.state != "gone" and peer.stage == stage
         )
 
-    def _transfer(self, source: SimPeer, target: SimPeer) -> float:
+    def _transfer(self, source: SimPeer, target: SimPeer, num_bytes: float) -> float:
         """The time of arrival. Each link is busy for its own share of the time; the slower one decides."""
-        num_bytes, now = self.num_bytes, self.engine.now
+        now = self.engine.now
         up_free, down_free = source.up_free, target.down_free
         up_s, down_s = num_bytes / source.up_rate, num_bytes / target.down_rate
         up_free = (up_free if up_free > now else now) + up_s
@@ -323,5 +330,5 @@ class Pipeline:
             microbatch.answered[stage] = token
             if peer.stage == stage and caller.router is not None:  # the answer reports its sender's load
                 caller.router.observed(peer.peer_id, load_s=peer.load_s(self._costs[stage]), now=self.engine.now)
-            sent_at, arrives_at = self.engine.now, self._transfer(peer, caller)
+            sent_at, arrives_at = self.engine.now, self._transfer(peer, caller, self.bytes_back)
             self.processors.expect(caller, Job(BACKWARD, microbatch, stage - 1, token, sent_at, arrives_at, peer))

@@ -1,4 +1,4 @@
-"""Forecast of a run on a given set of machines, before anything is started. Arithmetic only; takes milliseconds.
+"""Forecast of a run on a given set of machines, before anything is started. Arithmetic only.
 
 It uses the simulator's quantities: rates of machines, bytes of stages, the all-reduce's barrier, the bound. A test
 compares the forecast with the simulation of the same swarm.
@@ -6,24 +6,24 @@ compares the forecast with the simulation of the same swarm.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from swarmtrain.errors import UsageError
 from swarmtrain.model.workload import Workload
-from swarmtrain.sim.all_reduce import all_reduce_seconds
+from swarmtrain.sim.all_reduce import all_reduce_seconds, moved_bytes
 from swarmtrain.sim.bound import Machine, StageKind, throughput_bound
-from swarmtrain.sim.peer import SimPeer
+from swarmtrain.sim.placement import Demand, Group, MachineKind, demands_of, place
 from swarmtrain.sim.profiles import GAMING_GPU, MAX_MACHINES, PeerProfile
 
 DAY_S = 86400.0
-BACKBONE_S = 0.03  # one way between two providers, as in a scenario
 
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """One stage with the machines that would host it. Rates are microbatches per second, bytes are of one peer."""
+    """One stage with the machines that would host it. Rates are microbatches per second, bytes are of one volunteer."""
 
     stage: int
     num_peers: int
@@ -35,20 +35,35 @@ class StageForecast:
 
 
 @dataclass(frozen=True, slots=True)
+class Idle:
+    """Machines of a profile that no stage needs, or that would make it slower."""
+
+    name: str
+    count: int
+    total: int
+    has_memory: bool  # for the smallest stage
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """The whole run."""
 
     name: str
-    num_peers: int
-    left_out: tuple[str, ...]  # profiles whose memory no stage fits
+    num_peers: int  # that serve
+    idle: tuple[Idle, ...]
     tokens_per_s: float
     bound_tokens_per_s: float  # of the linear program, without steps
-    step_s: float
-    reduce_s: float
-    reduce_stage: int  # whose all-reduce lasts longest
+    step_s: float  # mean over the run
+    work_s: float  # of a step, in which the weakest stage computes or sends boundary tensors
+    reduce_s: float  # the longest all-reduce, with nothing else on the lines
+    reduce_stage: int
     fill_s: float  # until the pipeline is full, and until it is empty again
+    waiting_share: float  # of steps that wait for all steps before them
     is_short_of_bytes: bool  # the weakest stage waits for its lines, not for its processors
     short_stage: int | None  # the weakest; None if every stage is as strong
+    days: float  # until all steps are done
+    hours_per_day: float  # that a volunteer's machine is there, on average
+    num_volunteers: int  # who keep so many machines there at a time
     stages: tuple[StageForecast, ...]
     coordinator_up_bytes_per_day: float
     coordinator_down_bytes_per_day: float
@@ -58,22 +73,19 @@ class Forecast:
         """Stages that no machine can host."""
         return tuple(stage.stage for stage in self.stages if not stage.num_peers)
 
+    @property
+    def share_of_bound(self) -> float:
+        """The tokens per second that are left of the bound."""
+        return self.tokens_per_s / self.bound_tokens_per_s if self.bound_tokens_per_s else 0.0
+
+    @property
+    def waiting_s(self) -> float:
+        """Of a step, in which even the weakest stage waits: for an all-reduce, or for the pipeline."""
+        return max(0.0, self.step_s - self.work_s)
+
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
-        return {**asdict(self), "empty_stages": self.empty_stages}
-
-
-@dataclass(slots=True)
-class _Host:
-    profile: PeerProfile
-    machine: Machine
-    latency_s: float
-
-    def rate(self, workload: Workload, stage: int) -> float:
-        compute = self.profile.tflops / workload.stages[stage].tflop
-        num_bytes = _neighbours(workload, stage) * workload.boundary_bytes
-        links = min(self.machine.up_rate, self.machine.down_rate) / num_bytes if num_bytes else float("inf")
-        return min(compute, links)
+        return {**asdict(self), "empty_stages": self.empty_stages, "share_of_bound": self.share_of_bound}
 
 
 def default_profile(workload: Workload) -> PeerProfile:
@@ -82,39 +94,48 @@ def default_profile(workload: Workload) -> PeerProfile:
     return replace(GAMING_GPU, memory_gb=max(GAMING_GPU.memory_gb, 1.01 * largest_gb))
 
 
-def forecast(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) -> Forecast:
-    """Spread the machines over the stages, fastest first and each to the weakest stage that it fits, and count."""
-    hosts, left_out = _hosts(workload, profiles)
-    stages = _assign(workload, hosts)
-    capacities = [sum(host.rate(workload, index) for host in members) for index, members in enumerate(stages)]
+def forecast(
+    workload: Workload, profiles: Sequence[tuple[PeerProfile, float]], hours_per_day: float | None = None
+) -> Forecast:
+    """What so many machines at a time do. Volunteers are there as long as profiles say, or `hours_per_day`."""
+    kinds = _kinds(profiles)
+    demands = demands_of(workload)
+    placement = place(workload, kinds)
+    stages = placement.stages
+    capacities = [_capacity(demand, group) for demand, group in zip(demands, stages, strict=True)]
     rate = min(capacities)
+    weakest = capacities.index(rate)
     reducing = [
-        all_reduce_seconds(
-            workload.all_reduce_bytes(index, len(members)),
-            [min(host.machine.up_rate, host.machine.down_rate) for host in members],
-        )
-        for index, members in enumerate(stages)
+        all_reduce_seconds(workload.all_reduce_bytes(stage, _size(group)), _line_rates(group))
+        for stage, group in enumerate(stages)
     ]
-    reduce_s = max(reducing)
-    # Once per step the pipeline fills and drains, which costs one pass; then comes the all-reduce.
-    fill_s = _pass_s(workload, stages)
-    step_s = workload.batch / rate + fill_s + reduce_s + 4.0 * BACKBONE_S if rate else 0.0
+    step_s = placement.step_s
     steps_per_s = 1.0 / step_s if step_s else 0.0
+    serving: Counter[MachineKind] = Counter()
+    for group in stages:
+        serving.update(dict(group))
+    hours = {kind: hours_per_day or _hours_per_day(kind.profile) for kind in kinds}
+    there = sum(hours[kind] * number for kind, number in serving.items()) / (serving.total() or 1)
     return Forecast(
         name=workload.name,
-        num_peers=len(hosts),
-        left_out=left_out,
+        num_peers=serving.total(),
+        idle=_idle(workload, kinds, serving),
         tokens_per_s=workload.batch * workload.tokens * steps_per_s,
-        bound_tokens_per_s=_bound(workload, hosts) * workload.tokens,
+        bound_tokens_per_s=_bound(kinds, demands) * workload.tokens,
         step_s=step_s,
-        reduce_s=reduce_s,
-        reduce_stage=reducing.index(reduce_s),
-        fill_s=fill_s,
-        is_short_of_bytes=_is_short_of_bytes(workload, stages, capacities),
-        short_stage=_short_stage(capacities),
+        work_s=min(step_s, workload.batch / rate) if rate else 0.0,
+        reduce_s=max(reducing),
+        reduce_stage=reducing.index(max(reducing)),
+        fill_s=placement.fill_s,
+        waiting_share=workload.synchronous_share,
+        is_short_of_bytes=rate < 0.99 * _computing(demands[weakest], stages[weakest]),
+        short_stage=weakest if rate < 0.99 * sorted(capacities)[len(capacities) // 2] else None,
+        days=workload.steps * step_s / DAY_S,
+        hours_per_day=there,
+        num_volunteers=round(sum(24.0 / hours[kind] * number for kind, number in serving.items())),
         stages=tuple(
-            _stage_forecast(workload, index, members, capacities[index], rate, steps_per_s)
-            for index, members in enumerate(stages)
+            _stage_forecast(workload, stage, demands[stage], group, rate, steps_per_s, hours)
+            for stage, group in enumerate(stages)
         ),
         coordinator_up_bytes_per_day=DAY_S * steps_per_s * workload.batch * workload.token_bytes,
         coordinator_down_bytes_per_day=(
@@ -123,96 +144,88 @@ def forecast(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) 
     )
 
 
-def _hosts(workload: Workload, profiles: Sequence[tuple[PeerProfile, float]]) -> tuple[list[_Host], tuple[str, ...]]:
-    smallest = min(stage.memory_bytes for stage in workload.stages)
-    hosts: list[_Host] = []
-    left_out: list[str] = []
+def _kinds(profiles: Sequence[tuple[PeerProfile, float]]) -> list[MachineKind]:
+    counts: Counter[PeerProfile] = Counter()
     for profile, number in profiles:
         if number != int(number):
             raise UsageError(f"{profile.name}: {number:g} is not a whole number of machines")
-        if profile.role != "peer":
-            continue
-        if profile.memory_gb * 1e9 < smallest:
-            left_out.append(profile.name)
-            continue
-        if len(hosts) + number > MAX_MACHINES:
-            raise UsageError(f"more than {MAX_MACHINES} machines")
-        peer = SimPeer(0, profile.spec(workload.mean_tflop), 1.0)
-        machine = Machine(profile.tflops / workload.mean_tflop, peer.up_rate, peer.down_rate)
-        hosts += [_Host(profile, machine, peer.latency_s)] * int(number)
-    return hosts, tuple(left_out)
+        if profile.role == "peer":
+            counts[profile] += int(number)
+    if counts.total() > MAX_MACHINES:
+        raise UsageError(f"more than {MAX_MACHINES} machines")
+    return [MachineKind.of(profile, count) for profile, count in counts.items()]
 
 
-def _assign(workload: Workload, hosts: Sequence[_Host]) -> list[list[_Host]]:
-    num_stages = len(workload.stages)
-    stages: list[list[_Host]] = [[] for _ in range(num_stages)]
-    capacities = [0.0] * num_stages
-    fitting_of = {
-        host.profile.memory_gb: [
-            index for index, stage in enumerate(workload.stages) if stage.memory_bytes <= host.profile.memory_gb * 1e9
-        ]
-        for host in hosts
-    }
-    # Machines that fit few stages choose first; those that fit all fill up the rest.
-    for host in sorted(hosts, key=lambda host: (len(fitting_of[host.profile.memory_gb]), -host.machine.speed)):
-        fitting = fitting_of[host.profile.memory_gb]
-        needy = max(fitting, key=lambda index: (-capacities[index], workload.stages[index].memory_bytes))
-        stages[needy].append(host)
-        capacities[needy] += host.rate(workload, needy)
-    return stages
+def _idle(workload: Workload, kinds: Sequence[MachineKind], serving: Counter[MachineKind]) -> tuple[Idle, ...]:
+    smallest = min(stage.memory_bytes for stage in workload.stages)
+    return tuple(
+        Idle(kind.profile.name, kind.count - serving[kind], kind.count, kind.profile.memory_gb * 1e9 >= smallest)
+        for kind in kinds
+        if kind.count > serving[kind]
+    )
 
 
-def _short_stage(capacities: Sequence[float]) -> int | None:
-    weakest = min(range(len(capacities)), key=lambda index: capacities[index])
-    usual = sorted(capacities)[len(capacities) // 2]
-    return weakest if capacities[weakest] < 0.99 * usual else None
+def _size(group: Group) -> int:
+    return sum(number for _, number in group)
 
 
-def _is_short_of_bytes(workload: Workload, stages: Sequence[Sequence[_Host]], capacities: Sequence[float]) -> bool:
-    weakest = min(range(len(capacities)), key=lambda index: capacities[index])
-    computing = sum(host.profile.tflops / workload.stages[weakest].tflop for host in stages[weakest])
-    return capacities[weakest] < 0.99 * computing
+def _line_rates(group: Group) -> list[float]:
+    return [kind.line_rate for kind, number in group for _ in range(number)]
 
 
-def _neighbours(workload: Workload, stage: int) -> int:
-    return (stage > 0) + (stage < len(workload.stages) - 1)
+def _capacity(demand: Demand, group: Group) -> float:
+    return sum(number * demand.rate(kind) for kind, number in group)
 
 
-def _pass_s(workload: Workload, stages: Sequence[Sequence[_Host]]) -> float:
-    """Latency of one microbatch, forward and backward, through idle machines of average speed."""
-    seconds = 0.0
-    for index, members in enumerate(stages):
-        if members:
-            seconds += len(members) / sum(host.profile.tflops / workload.stages[index].tflop for host in members)
-            slowest = min(min(host.machine.up_rate, host.machine.down_rate) for host in members)
-            latency_s = 2.0 * max(host.latency_s for host in members) + BACKBONE_S
-            seconds += _neighbours(workload, index) * (workload.boundary_bytes / slowest + latency_s)
-    return seconds
+def _computing(demand: Demand, group: Group) -> float:
+    return sum(number * demand.computing_rate(kind) for kind, number in group)
 
 
-def _bound(workload: Workload, hosts: Sequence[_Host]) -> float:
-    kinds = []
-    for index, cost in enumerate(workload.costs):
-        num_bytes = _neighbours(workload, index) * workload.boundary_bytes
-        kinds.append(StageKind(cost, num_bytes, num_bytes))
-    return throughput_bound([host.machine for host in hosts], kinds)
+def _hours_per_day(profile: PeerProfile) -> float:
+    return 24.0 * profile.hours_online / (profile.hours_online + profile.hours_away)
+
+
+def _bound(kinds: Sequence[MachineKind], demands: Sequence[Demand]) -> float:
+    """Of all machines whose memory holds some stage."""
+    fitting = [kind for kind in kinds if any(kind.holds(demand) for demand in demands)]
+    mean_tflop = sum(demand.work.tflop for demand in demands) / len(demands)
+    machines = [
+        machine
+        for kind in fitting
+        for machine in [Machine(kind.profile.tflops / mean_tflop, kind.up_rate, kind.down_rate)] * kind.count
+    ]
+    return throughput_bound(
+        machines, [StageKind(demand.work.tflop / mean_tflop, demand.bytes_in, demand.bytes_out) for demand in demands]
+    )
 
 
 def _stage_forecast(
-    workload: Workload, index: int, members: Sequence[_Host], capacity: float, rate: float, steps_per_s: float
+    workload: Workload,
+    stage: int,
+    demand: Demand,
+    group: Group,
+    rate: float,
+    steps_per_s: float,
+    hours: dict[MachineKind, float],
 ) -> StageForecast:
-    per_step = 0.0
-    if members:
-        share = workload.batch / len(members)
-        per_step = share * _neighbours(workload, index) * workload.boundary_bytes
-        per_step += workload.all_reduce_bytes(index, len(members)) * (1.0 - 1.0 / len(members))
-    tokens = workload.batch * workload.token_bytes / max(1, len(members)) if index == 0 else 0.0
+    """Bytes of a volunteer: traffic while the machine is there, and a state for each time that it comes."""
+    num_peers, capacity = _size(group), _capacity(demand, group)
+    up = down = there = arrivals = 0.0
+    if num_peers:
+        share = workload.batch / num_peers
+        moved = sum(moved_bytes(workload.all_reduce_bytes(stage, num_peers), _line_rates(group))) / num_peers
+        up, down = share * demand.bytes_out + moved, share * demand.bytes_in + moved
+        down += share * workload.token_bytes if stage == 0 else 0.0
+        there = sum(hours[kind] * number for kind, number in group) / num_peers / 24.0
+        arrivals = sum(hours[kind] / kind.profile.hours_online * number for kind, number in group) / num_peers
+    # Those who have a state send as much of it as newcomers fetch.
+    transfers = arrivals * workload.stages[stage].state_bytes if steps_per_s else 0.0
     return StageForecast(
-        stage=index,
-        num_peers=len(members),
+        stage=stage,
+        num_peers=num_peers,
         capacity=capacity,
         busy=rate / capacity if capacity else 0.0,
-        memory_bytes=workload.stages[index].memory_bytes,
-        up_bytes_per_day=DAY_S * steps_per_s * per_step,
-        down_bytes_per_day=DAY_S * steps_per_s * (per_step + tokens),
+        memory_bytes=workload.stages[stage].memory_bytes,
+        up_bytes_per_day=there * DAY_S * steps_per_s * up + transfers,
+        down_bytes_per_day=there * DAY_S * steps_per_s * down + transfers,
     )

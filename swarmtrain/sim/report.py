@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import textwrap
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,11 @@ def as_dict(result: Result) -> dict[str, Any]:
     }
 
 
+_COLUMN = 18  # where values begin
+
+
 def as_text(result: Result) -> str:
-    """One screen."""
+    """One screen of at most 80 columns."""
     scenario = result.scenario
     hours = (scenario.minutes - scenario.warmup_minutes) / 60.0
     idle = {cause: share for cause, share in result.shares().items() if cause not in ("useful", "wasted")}
@@ -60,10 +64,14 @@ def as_text(result: Result) -> str:
     if result.events:
         lines.append("events per hour   " + ", ".join(f"{k} {v / hours:.0f}" for k, v in result.events.items()))
     lines.append(f"trace {result.trace_digest:08x}, {result.num_events} events in {result.cpu_s:.1f} s of CPU")
-    return "\n".join(lines)
+    return "\n".join(_folded(line) for line in lines)
 
 
-TABLE_HEADERS = ("stages", "peers", "policies", "of the bound", "weakest stage", "moves/h")
+def _folded(line: str) -> str:
+    return textwrap.fill(line, 80, subsequent_indent=" " * _COLUMN, break_on_hyphens=False) if line else ""
+
+
+TABLE_HEADERS = ("stages", "peers", "policies", "of the bound", "weakest", "moves/h")
 
 
 def table_rows(results: list[Result]) -> list[tuple[str, ...]]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 
 from swarmtrain.errors import UsageError
+from swarmtrain.model.reduce_bytes import ReduceBytes
 from swarmtrain.route.rebalance import RebalanceOptions
 from swarmtrain.route.router import POLICIES
 from swarmtrain.route.work_stealing import NUM_ASKED
@@ -22,10 +23,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     "compute_jitter": (0.0, 10.0),
     "backbone_latency_s": (0.0, 60.0),
     "boundary_bytes": (0.0, _HUGE_BYTES),
+    "backward_bytes": (0.0, _HUGE_BYTES),
     "batch": (0, _MANY),
     "delay": (0, 1),
     "delay_from": (0, _MANY),
     "checkpoint_every": (0, _MANY),
+    "moves_every": (0, _MANY),
     "queue_limit": (1, _MANY),
     "num_asked": (0, _MANY),
     "window_maximum": (0, _MANY),
@@ -90,15 +93,17 @@ class Scenario:
     # Work. Stage costs are relative; a boundary tensor crosses every boundary once in each direction.
     stage_costs: tuple[float, ...] = ()
     boundary_bytes: float = 2.7e6
+    backward_bytes: float = 0.0  # on its way back; 0: as many
     batch: int = 0  # microbatches per optimizer step; 0: no steps, an endless stream
     # What every peer sends, and receives, in a step's all-reduce: one value per stage, or one for all.
     gradient_bytes: tuple[float, ...] = ()
-    gradient_bytes_per_peer: tuple[float, ...] = ()  # on top, for each peer of the stage
+    gradient_bytes_between: tuple[float, ...] = ()  # between the groups of a large stage, if one peer did it all
     # As in a manifest: 1 hides the all-reduce behind the next step, from step `delay_from` on. The step of a checkpoint
-    # waits for it all the same.
+    # waits for it all the same, and the step after a move of the subspace.
     delay: int = 0
     delay_from: int = 0
     checkpoint_every: int = 0
+    moves_every: int = 0
     queue_limit: int = 64  # forward jobs a peer accepts before it says BUSY, as the daemons
     job_order: str = (
         "backward-first"  # of a peer's processor, as in the daemons; or by microbatch, or first in, first out
@@ -132,16 +137,22 @@ class Scenario:
         """One relative cost per stage."""
         return self.stage_costs or (1.0,) * self.num_stages
 
+    @property
+    def bytes_back(self) -> float:
+        """Of a boundary tensor on its way back."""
+        return self.backward_bytes or self.boundary_bytes
+
     def gradient_bytes_of(self, stage: int, num_peers: int) -> float:
         """What a peer of one stage sends, and receives, less its own part, when so many reduce."""
-        return _of_stage(self.gradient_bytes, stage) + num_peers * _of_stage(self.gradient_bytes_per_peer, stage)
+        between = _of_stage(self.gradient_bytes_between, stage)
+        return ReduceBytes(_of_stage(self.gradient_bytes, stage), between).of_group(num_peers)
 
     def weights_step(self, step: int) -> int:
         """How many steps must be applied before the microbatches of `step` can be leased: see Manifest.weights_step."""
         if step < self.delay_from:
             return step
-        last_checkpoint = step - step % self.checkpoint_every if self.checkpoint_every else 0
-        return max(last_checkpoint, step - self.delay)
+        barriers = [step - step % every for every in (self.checkpoint_every, self.moves_every) if every]
+        return max(step - self.delay, *barriers, 0)
 
     @property
     def window_limit(self) -> int:
@@ -179,7 +190,7 @@ def _check(scenario: Scenario) -> None:
     for name, (low, high) in _REBALANCE_RANGES.items():
         value = getattr(scenario.rebalance_options, name)
         _require(low <= value <= high, f"rebalance.{name}", f"from {low:g} to {high:g}")
-    for name in ("gradient_bytes", "gradient_bytes_per_peer"):
+    for name in ("gradient_bytes", "gradient_bytes_between"):
         sizes: tuple[float, ...] = getattr(scenario, name)
         _require(len(sizes) in (0, 1, scenario.num_stages), name, "one, or one per stage")
         for num_bytes in sizes:

@@ -65,12 +65,14 @@ def with_workload(scenario: Scenario, workload: Workload) -> Scenario:
         num_peers=max(scenario.num_peers, num_stages),
         stage_costs=workload.costs,
         boundary_bytes=workload.boundary_bytes,
+        backward_bytes=workload.backward_bytes,
         batch=workload.batch,
         delay=workload.delay,
         delay_from=workload.delay_from,
         checkpoint_every=workload.checkpoint_every,
+        moves_every=workload.moves_every,
         gradient_bytes=tuple(stage.reduced.whole for stage in workload.stages),
-        gradient_bytes_per_peer=tuple(stage.reduced.per_peer for stage in workload.stages),
+        gradient_bytes_between=tuple(stage.reduced.between for stage in workload.stages),
     )
 
 

@@ -39,9 +39,9 @@ class References:
         """In this process, with one thread.
 
         The interval between checkpoints changes nothing, unless all-reduces are compressed: a checkpoint drops their
-        error feedback.
+        error feedback; or there is a delay: a checkpoint is a barrier.
         """
-        if manifest.reduce.codec == "none":
+        if manifest.reduce.codec == "none" and not manifest.schedule.delay:
             manifest = replace(manifest, checkpoint=replace(manifest.checkpoint, every=0))
         key = manifest.digest()
         if key not in self._known:
@@ -96,11 +96,12 @@ def excesses(swarm: SimulatedSwarm) -> list[str]:
         if life.stage >= 0:
             if (assignment := life.daemon.assignment) is None:
                 continue
-            node, compute, ledger = assignment.peer.node, assignment.stage.compute, assignment.clock.ledger
+            node, compute = assignment.peer.node, assignment.stage.compute
             if compute.backlog() > life.daemon.options.max_queue + SPARE_JOBS:
                 found.append(f"{life.name}: {compute.backlog()} jobs wait")
-            if len(ledger) > num_microbatches:
-                found.append(f"{life.name}: {len(ledger)} entries in its ledger")
+            lengths = [len(ledger) for ledger in assignment.clock.ledgers]
+            if len(lengths) > 1 + swarm.manifest.schedule.delay or max(lengths, default=0) > num_microbatches:
+                found.append(f"{life.name}: {lengths} entries in its ledgers")
         else:
             if (context := getattr(life.daemon, "context", None)) is None:
                 continue

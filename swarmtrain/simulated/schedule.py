@@ -159,6 +159,7 @@ def draw(seed: int, *, standard: bool = False) -> Schedule:
     # Drawn separately, so that a seed still means the same faults.
     is_muon = not standard and random.Random(f"optimizer:{seed}").random() < 0.3
     overrides += ["optimizer.kind=muon", "optimizer.learning_rate=0.02"] if is_muon else []
+    overrides += [] if standard else _delay(random.Random(f"delay:{seed}"))
     num_faults = 10 if standard else rng.choice((0, 1, 2, 3, 5, 8, 10, 12))
     peers = [f"peer{index}" for index in range(num_peers)]
     faults = sorted(
@@ -175,6 +176,14 @@ def draw(seed: int, *, standard: bool = False) -> Schedule:
         moves=not standard and num_peers > num_stages + 1 and rng.random() < 0.15,
         is_exact=not remembers and reduce == "none",
     )
+
+
+def _delay(rng: random.Random) -> list[str]:
+    """Half of all schedules have two steps open."""
+    if rng.random() < 0.5:
+        return []
+    found = ["schedule.delay=1", f"schedule.predict={str(rng.random() < 0.4).lower()}"]
+    return [*found, f"schedule.delay_from={rng.choice((0, 0, 0, 2))}"]
 
 
 def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int) -> Fault:

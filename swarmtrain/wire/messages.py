@@ -241,7 +241,8 @@ class RosterEntry:
     peer_id: PeerId
     incarnation: Incarnation
     microbatches: Annotated[bytes, MaxLength(4 * MIB)]  # uint32, little endian, ascending
-    owned: Annotated[int, Range(0, 2**48)]  # elements of the flat gradient, in roster order
+    owned: Annotated[int, Range(0, 2**48)]  # elements of the flat gradient, in roster order of its group
+    group: Annotated[int, Range(0, 4095)] = 0  # see reduce/groups.py
 
 
 @message(kind="prepare", priority=Priority.CONTROL)
@@ -265,8 +266,8 @@ class Preparing(Message):
 
     moved_bytes: Annotated[int, Range(0, 2**60)]  # received from the others of the roster in this attempt
     is_computing: bool  # it is this peer's device that is at work
-    missing: Annotated[tuple[PeerId, ...], MaxLength(16)]  # whose shares its pieces lack; some of them
-    unanswered: Annotated[tuple[PeerId, ...], MaxLength(16)]  # owners that have its share and have not answered
+    waits_for: Annotated[tuple[PeerId, ...], MaxLength(16)] = ()  # some of them
+    lacks: Annotated[int, Range(0, 4)] = 0  # what they owe it: `reduce.all_reduce.Lacks`
 
 
 @message(kind="prepared", priority=Priority.CONTROL)
@@ -299,6 +300,7 @@ class ReduceShare(Message):
     piece: Annotated[int, Range(0, 2**31)]
     values: Annotated[Blob, MaxLength(32 * MIB)]  # empty from a peer that has no work in this step
     lane: Annotated[int, Range(0, 2)] = 0  # which all-reduce of an attempt: `reduce.all_reduce.Lane`
+    part: Annotated[int, Range(-1, 4095)] = -1  # from one owner to another: its group's sum of this part of the piece
 
 
 @message(kind="reduced_piece", priority=Priority.ALL_REDUCE)

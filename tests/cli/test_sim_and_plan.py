@@ -98,21 +98,36 @@ def test_sim_finds_out_first_that_it_cannot_write(tmp_path: Path) -> None:
 def test_plan_prints_what_is_asked_for() -> None:
     done = run("plan", "llama-8b")
     assert done.code == 0, done.err
-    for word in ("tokens/s", "short stage", "memory", "up/day", "coordinator"):
+    for word in ("tokens/s", "short stage", "done in", "volunteers", "limit: ", "memory", "up/day", "coordinator"):
         assert word in done.out
     profiles = ("--peers", f"{PEERS / 'gaming-gpu.toml'}=10", "--peers", f"{PEERS / 'laptop-cpu.toml'}=2")
     found = json.loads(call("plan", "llama-125m", *profiles, "--peers", PEERS / "coordinator.toml", "--json").out)
-    assert found["num_peers"] == 12
+    left_out = {item["name"]: item["count"] for item in found["idle"]}
+    assert found["num_peers"] + sum(left_out.values()) == 12
+    assert left_out["laptop CPU"] == 2  # its relay would hold up the others
     assert found["tokens_per_s"] > 0
-    assert sum(stage["num_peers"] for stage in found["stages"]) == 12
+    assert sum(stage["num_peers"] for stage in found["stages"]) == found["num_peers"]
+    assert found["advice"]
 
 
 def test_plan_says_which_stages_nobody_can_host() -> None:
     done = call("plan", "llama-8b", "--peers", f"{PEERS / 'laptop-cpu.toml'}=40")
     assert done.code == 0
-    assert "left out: laptop CPU" in done.out
+    assert "left out: 40 of 40 laptop CPU (their memory holds no stage)" in done.out
     assert "no peers for stage 0-31" in done.out
     assert "tokens/s" not in done.out
+
+
+def test_plan_counts_the_hours_of_volunteers() -> None:
+    profiles = ("--peers", f"{PEERS / 'gaming-gpu.toml'}=8", "--json")
+    evenings, always = (
+        json.loads(call("plan", "llama-125m", *profiles, *hours).out) for hours in ((), ("--hours-per-day", 24))
+    )
+    assert (evenings["hours_per_day"], always["hours_per_day"]) == (6.0, 24.0)
+    assert evenings["num_volunteers"] == 4 * always["num_volunteers"]
+    assert evenings["days"] == always["days"] > 0
+    for stage, other in zip(evenings["stages"], always["stages"], strict=True):
+        assert 4 * stage["up_bytes_per_day"] == pytest.approx(other["up_bytes_per_day"])
 
 
 @pytest.mark.parametrize(
@@ -123,6 +138,9 @@ def test_plan_says_which_stages_nobody_can_host() -> None:
         (("plan", "nano", "--peers", f"{PEERS / 'gaming-gpu.toml'}=0"), "ST-USAGE"),
         (("plan", "nano", "--peers", f"{PEERS / 'gaming-gpu.toml'}=2.5"), "ST-USAGE"),
         (("plan", "nano", "--set", "model.color=red"), "ST-MANIFEST"),
+        (("plan", "nano", "--set", "wire.forward=quant99"), "ST-MANIFEST"),
+        (("plan", "nano", "--hours-per-day", "0"), "ST-USAGE"),
+        (("plan", "nano", "--hours-per-day", "25"), "ST-USAGE"),
     ],
 )
 def test_plan_refuses_bad_input(arguments: tuple[str, ...], error_id: str) -> None:

@@ -22,6 +22,7 @@ from swarmtrain.terminal import ProgressBar, counter, print_table, say
 
 from .programs import call
 
+PEERS = Path(__file__).parents[2] / "swarmtrain" / "sim" / "peers"
 CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
@@ -211,7 +212,19 @@ def test_errors_and_status_quote_other_machines_without_their_control_characters
         assert all(line.isprintable() for line in text.splitlines())
 
 
-@pytest.mark.parametrize("arguments", [("presets",), ("plan", "llama-8b")])
+SIM = ("sim", "--peers", "40", "--minutes", "4", "--warmup", "1")
+COMMANDS = [
+    ("presets",),
+    ("plan", "llama-8b"),
+    ("plan", "llama-1b", "--peers", f"{PEERS / 'gaming-gpu.toml'}=100000"),
+    ("plan", "llama-1b", "--peers", f"{PEERS / 'laptop-cpu.toml'}=40"),
+    ("plan", "nano", "--set", "run.name=" + 48 * "n"),
+    SIM,
+    (*SIM, "--runs", "2", "--policy", "queue:300+swarm-latency", "--policy", "ours"),
+]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda words: " ".join(words)[:30])
 def test_tables_fit_80_columns_and_are_one_line_per_row_in_a_pipe(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:

@@ -13,13 +13,15 @@ from swarmtrain.coordinator.attempt_watch import (
     AttemptWatch,
     Pace,
 )
+from swarmtrain.reduce.all_reduce import Lacks
 from swarmtrain.wire.messages import Preparing
 
 LONG_S = 10 * STALL_S
 
 
 def report(moved: int = 0, *, computes: bool = False, missing: str = "", unanswered: str = "") -> Preparing:
-    return Preparing(moved, computes, tuple(missing), tuple(unanswered))
+    lacks = Lacks.SHARES if missing else Lacks.OWNERS if unanswered else Lacks.NOTHING
+    return Preparing(moved, computes, tuple(missing or unanswered), lacks)
 
 
 def test_what_moves_goes_on_however_long_it_takes() -> None:
@@ -68,6 +70,29 @@ def test_an_owner_that_does_not_answer_is_complained_of_when_all_shares_are_ther
     assert complaint.suspects == ("c",)
 
 
+def test_of_all_that_members_wait_for_the_first_in_the_chain_is_complained_of() -> None:
+    """x sends no share; so b has no sum of its group, c has no sum of b's group, and d no answer of c."""
+    chain = {
+        "b": Preparing(0, False, ("x",), Lacks.SHARES),
+        "c": Preparing(0, False, ("b",), Lacks.SUMS),
+        "d": Preparing(0, False, ("c",), Lacks.ROOTS),
+        "e": Preparing(0, False, ("d",), Lacks.OWNERS),
+    }
+    watch = stalled(**chain)
+    found = {peer: complaint.suspects for peer in chain if (complaint := watch.complaint(peer)) is not None}
+    assert found == {"b": ("x",), "c": (), "d": (), "e": ()}
+    del chain["b"]
+    assert {peer: item.suspects for peer in chain if (item := stalled(**chain).complaint(peer))}["c"] == ("b",)
+
+
+def test_what_a_member_lacked_before_it_had_everything_says_nothing() -> None:
+    watch = stalled(a=report(missing="b"), b=report(unanswered="c"), c=report(unanswered="b"))
+    watch.answered("a", LONG_S)
+    complaint = watch.complaint("b")
+    assert complaint is not None
+    assert complaint.suspects == ("c",)
+
+
 def test_a_member_that_waits_for_no_peer_holds_the_attempt_up_itself() -> None:
     assert stalled(a=report(), b=report(missing="a")).complaint("a") is None
 
@@ -76,7 +101,18 @@ def test_a_device_may_take_its_time_but_not_for_ever() -> None:
     watch = AttemptWatch("a", 0.0)
     watch.heard("a", report(computes=True), 1.0)
     assert not watch.has_stalled(COMPUTE_S)
-    assert watch.has_stalled(COMPUTE_S + 1.0)
+    assert watch.has_stalled(COMPUTE_S + 2.0)
+
+
+def test_a_device_that_begins_late_has_as_long() -> None:
+    """It makes the digest of a sum that took long to come."""
+    watch, now = AttemptWatch("a", 0.0), 0.0
+    while now < 2 * COMPUTE_S:
+        now += STALL_S / 2
+        watch.heard("a", report(int(now) * MIN_MOVED_BYTES, missing="b"), now)
+    watch.heard("a", report(int(now) * MIN_MOVED_BYTES, computes=True), now)
+    assert not watch.has_stalled(now + COMPUTE_S - 1.0)
+    assert watch.has_stalled(now + COMPUTE_S + 1.0)
 
 
 def test_a_trickle_is_no_progress() -> None:
@@ -113,6 +149,10 @@ def test_a_pace_at_which_it_would_take_hours_is_no_progress_however_many_share_i
 def test_control_the_same_bytes_are_progress_where_no_rate_is_known() -> None:
     usual = LARGE.num_bytes / EXPECTED_S
     assert moved_at(AttemptWatch("ab", 0.0, Pace(LARGE.num_bytes)), usual / (2 * SLOW_FACTOR), 10 * EXPECTED_S)
+
+
+def test_a_trickle_is_no_progress_where_no_rate_is_known() -> None:
+    assert not moved_at(AttemptWatch("ab", 0.0, Pace(LARGE.num_bytes)), 1000.0, 10 * EXPECTED_S)
 
 
 def test_a_small_all_reduce_that_once_took_no_time_may_take_minutes() -> None:

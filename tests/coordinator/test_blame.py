@@ -68,3 +68,13 @@ def test_two_that_disagree_do_not_go_on_for_ever() -> None:
 
 def test_of_an_accuser_without_the_sum_and_an_accused_that_has_it_the_accuser_is_left_out() -> None:
     assert left_out([complains("b"), GOOD, GOOD]) == [A]
+
+
+def test_who_is_accused_by_one_after_the_other_is_left_out_and_not_those_that_it_accuses() -> None:
+    """Its line to all others is broken: in every attempt another one notices it first, and each accuses the other."""
+    blame = Blame()
+    with_b: list[Reply] = [None, complains("c"), complains("b")]
+    with_a: list[Reply] = [complains("c"), None, complains("a")]
+    assert blame.attempt([A, B, C], with_b) == []
+    assert blame.attempt([A, B, C], with_a) == []
+    assert blame.attempt([A, B, C], with_b) == [C]

@@ -118,9 +118,13 @@ class Done:
         self.driver.leases = cast(Any, self)
         self.driver._preparer = cast(Any, self)
 
-    async def run(self, step: int, books: StepBooks) -> None:
-        for microbatch in range(books.num_microbatches):
-            books.losses[microbatch] = 2.5
+    idle_s = 0.0
+
+    async def step(self) -> None:
+        """A step whose microbatches have all been answered."""
+        books = self.context.books[self.context.step] = StepBooks(1, MANIFEST.batch.microbatches_per_step)
+        books.losses = dict.fromkeys(range(books.num_microbatches), 2.5)
+        await self.driver.step(checkpoint=False)
 
     async def repair(self, step: int, books: StepBooks) -> None:
         await asyncio.Event().wait()
@@ -142,11 +146,11 @@ class Done:
 def test_no_peer_is_told_a_decision_that_is_nowhere_on_disk(journal: Journal) -> None:
     async def main() -> None:
         done = Done(journal)
-        await done.driver.step(checkpoint=False)
+        await done.step()
         assert done.told == [0]  # control
         delete(journal.path.parent)
         with pytest.raises(JournalGone):
-            await done.driver.step(checkpoint=False)
+            await done.step()
         assert done.told == [0]
         assert done.context.decided is not None
         assert done.context.decided.step == 0  # it is what peers that show up are told
@@ -237,14 +241,14 @@ def test_a_write_that_fails_keeps_the_replicas_for_the_next_one(journal: Journal
 def test_the_names_of_peers_that_took_part_outlive_them_and_the_coordinator(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     with Journal(path) as journal:
-        asyncio.run(Done(journal, "anna's desktop").driver.step(checkpoint=False))
+        asyncio.run(Done(journal, "anna's desktop").step())
     with Journal(path) as journal:
         assert journal.names() == {"a": "anna's desktop"}
         journal.roll_back(0)
         assert journal.names() == {"a": "anna's desktop"}
         again = Done(journal, "anna's laptop")
         again.context.tally.names = journal.names()
-        asyncio.run(again.driver.step(checkpoint=False))
+        asyncio.run(again.step())
         assert journal.names() == {"a": "anna's laptop"}
         assert journal.broken_seals() == []
 

@@ -74,14 +74,21 @@ class Full(Pipeline):
         return await super().call(work)
 
 
-def leases_over(pipeline: Pipeline | Dispatcher, num_peers: int) -> Leases:
-    manifest = preset("nano", [f"batch.microbatches_per_step={NUM_MICROBATCHES}", f"stages.count={NUM_STAGES}"])
+def leases_over(pipeline: Pipeline | Dispatcher, num_peers: int, *changes: str) -> Leases:
+    size = (f"batch.microbatches_per_step={NUM_MICROBATCHES}", f"stages.count={NUM_STAGES}", "schedule.steps=1")
+    manifest = preset("nano", [*size, "schedule.warmup_steps=0", *changes])
     sampler = SimpleNamespace(microbatch=lambda step, index: np.zeros((1, 2)))
     context = bare_context(manifest, dispatcher=pipeline, sampler=sampler)
     for number in range(num_peers):
         beat = heartbeat(number % NUM_STAGES, "serving", "1", 0, "")
         context.members.heartbeat(f"p{number}", beat, 0.0)
     return Leases(context)
+
+
+async def all_leased(leases: Leases) -> None:
+    """All steps, where none has to wait for a state."""
+    await leases.allow(leases._context.manifest.schedule.steps)
+    await leases.fill()
 
 
 @pytest.mark.parametrize(("waited", "grows"), [(0.0, True), (0.9, False)])
@@ -91,7 +98,7 @@ def test_more_is_in_flight_where_time_goes_into_distance_and_not_where_it_goes_i
     async def main() -> tuple[Pipeline, Leases]:
         pipeline = Pipeline(0.005, waited)
         leases = leases_over(pipeline, num_peers=3)
-        await leases.run(0, StepBooks(NUM_STAGES, NUM_MICROBATCHES))
+        await all_leased(leases)
         return pipeline, leases
 
     pipeline, leases = asyncio.run(main())
@@ -106,7 +113,7 @@ def test_time_in_the_queue_of_a_peer_that_gives_its_work_away_is_no_distance() -
         node = Sharing(0.05, 0.0)
         neighbours = FakeNeighbours(["first", "second"])
         leases = leases_over(Dispatcher(cast(Any, node), cast(Any, neighbours)), num_peers=3)
-        await leases.run(0, StepBooks(NUM_STAGES, NUM_MICROBATCHES))
+        await all_leased(leases)
         return node
 
     node = asyncio.run(main())
@@ -121,7 +128,7 @@ def test_time_in_which_every_peer_is_busy_is_no_distance() -> None:
         router.update_peers([PeerView("only", PeerReport(0))])
         neighbours = SimpleNamespace(router=router, wait_for_news=asyncio.sleep, observe_link=lambda peer_id: None)
         leases = leases_over(Dispatcher(cast(Any, node), cast(Any, neighbours)), num_peers=3)
-        await leases.run(0, StepBooks(NUM_STAGES, NUM_MICROBATCHES))
+        await all_leased(leases)
         return node, leases.window()
 
     node, window = asyncio.run(main())
@@ -138,7 +145,7 @@ def test_a_failed_lease_ends_the_step_although_others_wait_for_room() -> None:
 
     async def main() -> None:
         leases = leases_over(Broken(10.0, 0.0), num_peers=2)
-        await leases.run(0, StepBooks(NUM_STAGES, NUM_MICROBATCHES))
+        await all_leased(leases)
 
     with pytest.raises(ExceptionGroup):
         asyncio.run(asyncio.wait_for(main(), 5.0))
@@ -189,3 +196,55 @@ def test_a_lease_that_ran_out_makes_the_window_smaller_and_is_given_again() -> N
     before, after, seen = asyncio.run(main())
     assert after < before
     assert seen == [5] * (NUM_LOST + 1)
+
+
+class Steps(Pipeline):
+    """Which steps' microbatches came, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, 0.0)
+        self.steps: list[int] = []
+
+    async def call(self, work: Work, **_: object) -> Done:
+        if work.step not in self.steps:
+            self.steps.append(work.step)
+        return await super().call(work)
+
+
+@pytest.mark.parametrize(
+    ("changes", "leased"),
+    [
+        ((), [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]),
+        (("schedule.delay=1",), [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]),
+        (
+            ("schedule.delay=1", "checkpoint.every=2"),  # a barrier: step 2 sees the weights of step 2
+            [[0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4]],
+        ),
+        (
+            ("schedule.delay=1", "schedule.delay_from=3"),
+            [[0], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]],
+        ),
+    ],
+)
+def test_a_step_is_leased_as_soon_as_peers_have_the_state_that_it_computes_with(
+    changes: tuple[str, ...], leased: list[list[int]]
+) -> None:
+    """`leased`: the steps of which microbatches have come while peers have applied 0, 1, ... steps."""
+
+    async def main() -> None:
+        pipeline = Steps()
+        leases = leases_over(pipeline, 3, "schedule.steps=5", "batch.microbatches_per_step=4", *changes)
+        filling = asyncio.create_task(leases.fill())
+        for newest, steps in enumerate(leased):
+            await leases.allow(newest)
+            books = leases._context.books
+            await leases._context.wait_for(
+                lambda steps=steps, books=books: all(step in books and books[step].is_answered for step in steps)
+            )
+            for _ in range(20):  # nothing comes of what must wait
+                await asyncio.sleep(0)
+            assert pipeline.steps == steps
+            assert leases.idle_s >= 0.0
+        await filling
+
+    asyncio.run(main())

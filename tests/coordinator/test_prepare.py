@@ -31,7 +31,7 @@ class Peers:
         stages = [StageBook("digest") for _ in range(3)]
         self.context: RunContext = bare_context(manifest, node=cast(Any, self), step=step, stages=stages)
         self.books = StepBooks(3, 4)
-        self.context.books = self.books
+        self.context.books[step] = self.books
 
     async def call(self, peer_id: str, request: Prepare, deadline_s: float, on_progress: Any = None) -> Prepared:
         self.asked.append((peer_id, request))

@@ -133,6 +133,7 @@ class Chain:
         for worker in self.workers:
             worker.finish(worker.sum.total)
             worker.apply(worker.sum.total, 1.0 / len(microbatches), learning_rate)
+            worker.enter_step()
 
 
 def _embedding_sum(worker: StageWorker) -> Tensor:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from swarmtrain.p2p.errors import PeerUnreachable
 from swarmtrain.p2p.p2pd_calls import MAX_BYTES_BEING_ANSWERED, MAX_PAYLOAD_BYTES
-from tests.p2p.host_helpers import hosts, run
+
+from .host_helpers import hosts, run
 
 PROTOCOL = "/test/calls"
 DEADLINE_S = 60.0

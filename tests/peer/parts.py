@@ -54,4 +54,4 @@ def parts_of(
     """A peer of a stage of `run`, in its first life."""
     peer = PeerIdentity("run", stage, "life", cast(Any, node), authority, state=state)
     jobs = jobs_of(manifest, stage)
-    return Parts(peer, StepClock(peer, max_ledger_bytes), Stage(manifest, compute, jobs))
+    return Parts(peer, StepClock(peer, manifest, max_ledger_bytes), Stage(manifest, compute, compute, jobs))

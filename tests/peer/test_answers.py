@@ -43,10 +43,10 @@ class Last:
         thief = Thief(*self.parts.all)
         self._manifest, self._microbatches = manifest, Microbatches(*self.parts.all, None, thief, max_queue=100)
         self.upstream = [jobs_of(manifest, 0), jobs_of(manifest, 0)]
-        self.upstream[0].forward(Entry(0, tokens(manifest, 0), b""), 0)
+        self.upstream[0].forward(Entry(0, 0, tokens(manifest, 0), b""), 0)
 
     def request(self, life: int) -> Work:
-        entry = Entry(1, tokens(self._manifest, 1), b"")
+        entry = Entry(0, 1, tokens(self._manifest, 1), b"")
         boundary = memoryview(self.upstream[life].forward(entry, 0).payload)  # as it comes from the wire
         return Work("run", 0, 1, 0, 1, 0, False, (), entry.tokens, boundary)
 
@@ -67,7 +67,7 @@ class Downstream:
         if self.num_refusals:
             self.num_refusals -= 1
             raise CallRefused(Code.BUSY, retry_after_s=0.02)
-        entry = Entry(work.microbatch, work.tokens, work.boundary, generation=self._jobs.generation)
+        entry = Entry(work.step, work.microbatch, work.tokens, work.boundary, generation=self._jobs.generation)
         outcome = self._jobs.forward(entry, work.step)
         if self.before is not None:
             await self.before()
@@ -209,8 +209,8 @@ def test_a_caller_that_sends_other_bytes_gets_the_mask_that_the_gradient_belongs
         assert mine is not None
         assert mine.answer is not None
         assert last.parts.stage.jobs.num_forwards == 1
-        right = last.upstream[0].codecs.decode_gradient(mine.answer.gradient, 0, 1, last.upstream[0]._masks_out[1])
-        gotten = theirs.codecs.decode_gradient(answers[1].gradient, 0, 1, theirs._masks_out[1])
+        right = last.upstream[0].codecs.decode_gradient(mine.answer.gradient, 0, 1, last.upstream[0]._masks_out[0, 1])
+        gotten = theirs.codecs.decode_gradient(answers[1].gradient, 0, 1, theirs._masks_out[0, 1])
         assert torch.equal(gotten, right)
         assert (await last.work(other)).gradient is answers[1].gradient  # made once
         assert mine.num_bytes >= len(answers[1].gradient) + len(mine.answer.gradient)

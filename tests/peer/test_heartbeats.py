@@ -17,7 +17,6 @@ from swarmtrain.peer.compute import ComputeThread
 from swarmtrain.peer.heartbeats import Announcing, HeartbeatLoop
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
-from swarmtrain.peer.ledger import Ledger
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.peer.step import Ready, StepProtocol
 from swarmtrain.reduce.coding import Reduced
@@ -86,7 +85,7 @@ class Newcomer:
     async def serves(self, step: int) -> None:
         """It serves at `step`, with a microbatch in its ledger."""
         await self.hears(SERVE)
-        self.clock.ledger = Ledger(step)
+        await self.clock.enter(step)
         self.clock.ledger.open(0, b"", b"")
 
     @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ from swarmtrain.peer import identity as identity_module
 from swarmtrain.peer.identity import PeerIdentity, PeerState
 from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.rpc.errors import Refusal
+from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Code
 
 
@@ -38,7 +39,7 @@ def make() -> tuple[PeerIdentity, Authority]:
 
 def make_clock() -> tuple[PeerIdentity, StepClock]:
     peer, _ = make()
-    return peer, StepClock(peer, 100)
+    return peer, StepClock(peer, preset("nano"), 100)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

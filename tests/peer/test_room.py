@@ -59,7 +59,7 @@ class Peer:
 
     async def work(self, microbatch: int, *, steps_ahead: int = 0) -> Done:
         ids = tokens(self._manifest, microbatch)
-        boundary = self._upstream.forward(Entry(microbatch, ids, b""), 0).payload
+        boundary = self._upstream.forward(Entry(0, microbatch, ids, b""), 0).payload
         request = Work("run", 0, 1, self.parts.clock.step + steps_ahead, microbatch, 0, False, (), ids, boundary)
         return await self._microbatches.work(request, cast(Any, Caller()))
 
@@ -87,7 +87,7 @@ def test_a_full_queue_refuses_new_work_and_takes_it_when_it_is_shorter(manifest:
         async with peer_of(manifest, max_queue=2) as peer:
             go = threading.Event()
             asyncio.get_running_loop().call_later(20.0, go.set)  # if the test fails, it ends all the same
-            occupied = asyncio.create_task(peer.parts.compute.run(Kind.STEP, -1, go.wait))
+            occupied = asyncio.create_task(peer.parts.compute.run(Kind.STEP, (-1, -1), go.wait))
             waiting = [asyncio.create_task(peer.work(microbatch)) for microbatch in (0, 1)]
             await until(lambda: peer.parts.compute.backlog() == 2, "both wait")
             await peer.refuses(2)

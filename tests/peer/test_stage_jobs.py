@@ -54,10 +54,10 @@ def tokens(manifest: Manifest, seed: int) -> bytes:
 
 def run_chain(first: StageJobs, last: StageJobs, manifest: Manifest, microbatches: list[int]) -> list[Entry]:
     """All forwards before all backwards, so that graphs have to be kept or recomputed."""
-    entries = [Entry(i, tokens(manifest, i), b"") for i in microbatches]
+    entries = [Entry(0, i, tokens(manifest, i), b"") for i in microbatches]
     sent = [first.forward(entry, 0).payload for entry in entries]
     for entry, payload in zip(entries, sent, strict=True):
-        gradient = last.forward(Entry(entry.microbatch, entry.tokens, payload), 0).payload
+        gradient = last.forward(Entry(0, entry.microbatch, entry.tokens, payload), 0).payload
         first.backward(entry, 0, gradient)
         entry.answer = Done(0.0, (), 0.0, 0.0, 0.0, b"")
     return entries
@@ -96,6 +96,17 @@ def test_an_extra_microbatch_is_taken_out_exactly_and_can_come_back(manifest: Ma
     assert torch.equal(share, wanted.worker.sum.total)
     assert [entry.accumulated for entry in entries] == [True, False, True]
     assert torch.equal(disturbed.reconciled_share(entries, {0, 1, 2}, 0), everything)
+    assert torch.equal(share, wanted.worker.sum.total), "what was lent does not change"
+
+
+def test_a_sum_is_lent_without_a_copy_as_long_as_nothing_is_added(manifest: Manifest) -> None:
+    jobs = jobs_of(manifest, 0)
+    entries = run_chain(jobs, jobs_of(manifest, 1), manifest, [0, 1])
+    first, again = (jobs.reconciled_share(entries, {0, 1}, 0) for _ in range(2))
+    assert first.data_ptr() == again.data_ptr() == jobs.worker.sum.total.data_ptr()
+    jobs.reconciled_share(entries, {0}, 0)
+    assert jobs.worker.sum.total.data_ptr() != first.data_ptr()
+    assert not torch.equal(jobs.worker.sum.total, first)
 
 
 def test_a_sum_that_was_dropped_is_not_taken_for_that_of_the_ledger(manifest: Manifest) -> None:
@@ -110,9 +121,9 @@ def test_a_sum_that_was_dropped_is_not_taken_for_that_of_the_ledger(manifest: Ma
 
 def test_work_of_a_step_that_is_over_is_not_added(manifest: Manifest) -> None:
     first, last = jobs_of(manifest, 0), jobs_of(manifest, 1)
-    entry = Entry(0, tokens(manifest, 0), b"")
-    gradient = last.forward(Entry(0, entry.tokens, first.forward(entry, 0).payload), 0).payload
-    first.apply(Reduced(first.worker.reduced_sum(), lambda: None), 1.0, 0.0, counted={0})
+    entry = Entry(0, 0, tokens(manifest, 0), b"")
+    gradient = last.forward(Entry(0, 0, entry.tokens, first.forward(entry, 0).payload), 0).payload
+    end_step(first, {0})
     with pytest.raises(StaleWork):
         first.backward(entry, 0, gradient)
     with pytest.raises(StaleWork):
@@ -122,11 +133,11 @@ def test_work_of_a_step_that_is_over_is_not_added(manifest: Manifest) -> None:
 
 def test_tensors_that_are_not_what_they_should_be_are_refused(manifest: Manifest) -> None:
     first, last = jobs_of(manifest, 0), jobs_of(manifest, 1)
-    good = first.forward(Entry(0, tokens(manifest, 0), b""), 0).payload
+    good = first.forward(Entry(0, 0, tokens(manifest, 0), b""), 0).payload
     with pytest.raises(BadTensor):
-        last.forward(Entry(0, tokens(manifest, 0), good[:-1]), 0)
+        last.forward(Entry(0, 0, tokens(manifest, 0), good[:-1]), 0)
     with pytest.raises(BadTensor):
-        last.forward(Entry(0, tokens(manifest, 0), b"random bytes" * 20), 0)
+        last.forward(Entry(0, 0, tokens(manifest, 0), b"random bytes" * 20), 0)
     with pytest.raises(BadTensor):
         first.codecs.check_tokens(tokens(manifest, 0)[:-1])
     assert not last.worker.sum.total.any()
@@ -166,13 +177,21 @@ def test_few_messages_are_looked_at(manifest: Manifest) -> None:
     assert fidelity.errors["forward"] == 0.0  # nothing was meant, and nothing lost
 
 
+def end_step(jobs: StageJobs, counted: set[int]) -> None:
+    """As a decision ends it; the sum that is applied is zero."""
+    step = jobs.worker.state.step
+    zero = torch.zeros(jobs.worker.state.gradient_size)
+    jobs.apply(jobs.close_step(step, counted), Reduced(zero, lambda: None), 1.0, 0.0)
+    jobs.forget_if_due(step + 1, has_moved=False)
+
+
 def feedback_manifest(manifest: Manifest, *overrides: str) -> Manifest:
     return parse_manifest(manifest.canonical(), ["wire.backward=ef-topk10", *overrides])
 
 
 def gradient_message(last: StageJobs, run: Manifest, microbatch: int, boundary: bytes) -> tuple[Entry, bytes]:
     """A microbatch on the last stage: its entry, and what goes down."""
-    entry = Entry(microbatch, tokens(run, microbatch), boundary, generation=last.generation)
+    entry = Entry(last.worker.state.step, microbatch, tokens(run, microbatch), boundary, generation=last.generation)
     return entry, last.forward(entry, last.worker.state.step).payload
 
 
@@ -181,7 +200,7 @@ def test_a_message_that_came_to_nothing_gives_its_residual_back(manifest: Manife
     """Its peer goes on as one that never had it; only what is counted is owed for."""
     run = feedback_manifest(manifest)
     first = jobs_of(run, 0)
-    boundaries = [first.forward(Entry(i, tokens(run, i), b""), 0).payload for i in range(3)]
+    boundaries = [first.forward(Entry(0, i, tokens(run, i), b""), 0).payload for i in range(3)]
     tried, straight = jobs_of(run, 1), jobs_of(run, 1)
     for jobs in (tried, straight):
         gradient_message(jobs, run, 0, boundaries[0])
@@ -202,19 +221,19 @@ def test_a_message_that_came_to_nothing_gives_its_residual_back(manifest: Manife
             jobs.drop_work()
     else:
         for jobs in (tried, straight):
-            jobs.apply(Reduced(jobs.worker.reduced_sum() * 0, lambda: None), 1.0, 0.0, counted=counted)
+            end_step(jobs, counted)
     after = [gradient_message(jobs, run, 2, boundaries[2])[1] for jobs in (tried, straight)]
     assert (after[0] == after[1]) is (fate != "counted")
 
 
 def test_work_of_an_older_step_that_fails_late_leaves_the_new_step_alone(manifest: Manifest) -> None:
     run = feedback_manifest(manifest)
-    boundary = jobs_of(run, 0).forward(Entry(0, tokens(run, 0), b""), 0).payload
+    boundary = jobs_of(run, 0).forward(Entry(0, 0, tokens(run, 0), b""), 0).payload
     late, punctual = jobs_of(run, 1), jobs_of(run, 1)
     old, _ = gradient_message(late, run, 0, boundary)
     gradient_message(punctual, run, 0, boundary)
     for jobs in (late, punctual):
-        jobs.apply(Reduced(jobs.worker.reduced_sum() * 0, lambda: None), 1.0, 0.0, counted={0})
+        end_step(jobs, {0})
         gradient_message(jobs, run, 0, boundary)
     late.forget(old)
     assert gradient_message(late, run, 1, boundary)[1] == gradient_message(punctual, run, 1, boundary)[1]
@@ -224,12 +243,13 @@ def test_work_of_an_older_step_that_fails_late_leaves_the_new_step_alone(manifes
 def test_codecs_forget_where_a_checkpoint_lies(manifest: Manifest, every: int) -> None:
     """As in the reference trainer: who is restored there knows no more than who went on."""
     run = feedback_manifest(manifest, f"checkpoint.every={every}")
-    boundary = jobs_of(run, 0).forward(Entry(0, tokens(run, 0), b""), 0).payload
+    boundary = jobs_of(run, 0).forward(Entry(0, 0, tokens(run, 0), b""), 0).payload
     went_on, restored = jobs_of(run, 1), jobs_of(run, 1)
     for _ in range(2):
         gradient_message(went_on, run, 0, boundary)
-        went_on.apply(Reduced(went_on.worker.reduced_sum() * 0, lambda: None), 1.0, 0.0, counted={0})
+        end_step(went_on, {0})
     restored.load_state(went_on.copy_state())
+    restored.begin_anew()
     after = [gradient_message(jobs, run, 1, boundary)[1] for jobs in (went_on, restored)]
     assert (after[0] == after[1]) is (every > 0)
 
@@ -251,9 +271,9 @@ def test_a_peer_knows_how_biased_its_error_feedback_is(manifest: Manifest, backw
 
 def test_a_gradient_that_was_checked_is_not_decoded_again(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
     checking, plain_one, last = jobs_of(manifest, 0), jobs_of(manifest, 0), jobs_of(manifest, 1)
-    entry = Entry(0, tokens(manifest, 0), b"")
-    gradient = last.forward(Entry(0, entry.tokens, checking.forward(entry, 0).payload), 0).payload
-    twin = Entry(0, entry.tokens, b"")
+    entry = Entry(0, 0, tokens(manifest, 0), b"")
+    gradient = last.forward(Entry(0, 0, entry.tokens, checking.forward(entry, 0).payload), 0).payload
+    twin = Entry(0, 0, entry.tokens, b"")
     plain_one.forward(twin, 0)
     decoded = []
     monkeypatch.setattr(
@@ -276,8 +296,8 @@ def test_an_answer_to_other_bytes_can_be_decoded_by_who_takes_over(manifest: Man
     run = parse_manifest(manifest.canonical(), ["wire.forward=ef-topk25", f"wire.backward={backward}"])
     dead, heir, last = jobs_of(run, 0), jobs_of(run, 0), jobs_of(run, 1)
     run_chain(dead, last, run, [0])
-    theirs, ours = Entry(1, tokens(run, 1), b""), Entry(1, tokens(run, 1), b"")
-    received = Entry(1, theirs.tokens, dead.forward(theirs, 0).payload)
+    theirs, ours = Entry(0, 1, tokens(run, 1), b""), Entry(0, 1, tokens(run, 1), b"")
+    received = Entry(0, 1, theirs.tokens, dead.forward(theirs, 0).payload)
     assert heir.forward(ours, 0).payload != received.boundary
     gradient = last.forward(received, 0).payload
     if backward != "quant8":  # it names the mask it belongs to

@@ -13,6 +13,7 @@ from swarmtrain.peer.identity import PeerIdentity, PeerState
 from swarmtrain.peer.step import StepProtocol
 from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.rpc.errors import Refusal
+from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Code, Prepare, Prepared, RosterEntry, Unprepared
 
 ENDED = Prepared(1.0, "sum", "")
@@ -32,7 +33,7 @@ class Still(StepProtocol):
         device = SimpleNamespace(check=lambda: None, hangs=False)
         stage = SimpleNamespace(layout=layout, coder=coder, device=device, drop_work=nothing)
         self.identity = PeerIdentity("run", 0, "life", cast(Any, self), self, state=PeerState.SERVING)
-        super().__init__(self.identity, StepClock(self.identity, 100), cast(Any, stage))
+        super().__init__(self.identity, StepClock(self.identity, preset("nano"), 100), cast(Any, stage))
         self.begun: asyncio.Queue[int] = asyncio.Queue()
         self.given_up: asyncio.Queue[int] = asyncio.Queue()
         self.called_off: dict[int, asyncio.Event] = {}

@@ -29,7 +29,7 @@ def tensor_of(raw: Raw) -> torch.Tensor:
 
 def sent(first: StageJobs, run: Manifest, microbatch: int, visit: int = 0) -> tuple[Entry, bytes, bytes]:
     """(the sender's entry, the difference for its partner, the same whole) of one microbatch."""
-    entry = Entry(microbatch, tokens(run, visit), b"")
+    entry = Entry(0, microbatch, tokens(run, visit), b"")
     outcome = first.forward(entry, 0, "partner")
     assert outcome.ticket is not None
     first.codecs.settle(Direction.FORWARD, outcome.ticket, delivered=True)
@@ -44,7 +44,7 @@ def test_the_partner_gets_exactly_what_everybody_else_would_get_whole(manifest: 
         entry, difference, whole = sent(first, run, microbatch)
         assert needs_state(difference)
         assert not needs_state(whole)
-        received = Entry(microbatch, entry.tokens, difference, caller="sender")
+        received = Entry(0, microbatch, entry.tokens, difference, caller="sender")
         last.codecs.take_boundary(received, 0, "sender")
         assert torch.equal(tensor_of(received.boundary), tensor_of(whole))
         assert entry.output == whole  # what a replay sends
@@ -55,9 +55,9 @@ def test_a_wrong_partner_refuses_and_takes_the_whole_tensor(manifest: Manifest, 
     run = sticky(manifest, forward)
     first, partner, stranger = jobs_of(run, 0), jobs_of(run, 1), jobs_of(run, 1)
     entry, key, _ = sent(first, run, 0)
-    partner.codecs.take_boundary(Entry(0, entry.tokens, key), 0, "sender")
+    partner.codecs.take_boundary(Entry(0, 0, entry.tokens, key), 0, "sender")
     entry, difference, whole = sent(first, run, 1)  # the same tokens again: now a difference
-    received = Entry(1, entry.tokens, difference)
+    received = Entry(0, 1, entry.tokens, difference)
     with pytest.raises(WrongPartner):
         stranger.codecs.take_boundary(received, 0, "sender")
     assert received.boundary == difference
@@ -70,14 +70,14 @@ def test_after_a_refusal_the_next_message_is_a_key_frame(manifest: Manifest) -> 
     run = sticky(manifest, "ef21-topk50")
     first, stranger = jobs_of(run, 0), jobs_of(run, 1)
     sent(first, run, 0)
-    entry = Entry(1, tokens(run, 0), b"")
+    entry = Entry(0, 1, tokens(run, 0), b"")
     outcome = first.forward(entry, 0, "partner")
     assert outcome.ticket is not None
     with pytest.raises(WrongPartner):
-        stranger.codecs.take_boundary(Entry(1, entry.tokens, outcome.sticky), 0, "sender")
+        stranger.codecs.take_boundary(Entry(0, 1, entry.tokens, outcome.sticky), 0, "sender")
     first.codecs.settle(Direction.FORWARD, outcome.ticket, delivered=False)
     entry, key, whole = sent(first, run, 2)
-    received = Entry(2, entry.tokens, key)
+    received = Entry(0, 2, entry.tokens, key)
     stranger.codecs.take_boundary(received, 0, "sender")
     assert torch.equal(tensor_of(received.boundary), tensor_of(whole))
 
@@ -87,7 +87,7 @@ def test_a_sticky_gradient_is_for_its_caller_and_whole_for_the_others(manifest: 
     first, last = jobs_of(run, 0), jobs_of(run, 1)
     for microbatch in range(2):
         entry, difference, _ = sent(first, run, microbatch)
-        received = Entry(microbatch, entry.tokens, difference, caller="sender")
+        received = Entry(0, microbatch, entry.tokens, difference, caller="sender")
         last.codecs.take_boundary(received, 0, "sender")
         whole = last.forward(received, 0).payload
         assert received.sticky is not None
@@ -105,7 +105,7 @@ def test_damaged_differences_are_bad_tensors(manifest: Manifest) -> None:
     entry, difference, _ = sent(first, run, 0)
     for damaged in (difference[:-1], difference[:20], b"", bytes(100)):
         with pytest.raises(BadTensor):
-            last.codecs.take_boundary(Entry(0, entry.tokens, damaged), 0, "sender")
+            last.codecs.take_boundary(Entry(0, 0, entry.tokens, damaged), 0, "sender")
 
 
 def test_validation_leaves_no_trace_in_what_codecs_remember(manifest: Manifest) -> None:
@@ -121,8 +121,8 @@ def test_equal_sequences_of_a_microbatch_are_different_samples(manifest: Manifes
     run = sticky(manifest, "aqsgd-quant4")
     first, last = jobs_of(run, 0), jobs_of(run, 1)
     row = tokens(run, 0)[: len(tokens(run, 0)) // run.batch.sequences_per_microbatch]
-    entry = Entry(0, row * run.batch.sequences_per_microbatch, b"")
+    entry = Entry(0, 0, row * run.batch.sequences_per_microbatch, b"")
     outcome = first.forward(entry, 0, "partner")
-    received = Entry(0, entry.tokens, outcome.sticky)
+    received = Entry(0, 0, entry.tokens, outcome.sticky)
     last.codecs.take_boundary(received, 0, "sender")
     assert torch.equal(tensor_of(received.boundary), tensor_of(outcome.payload))

@@ -103,7 +103,7 @@ async def asked_all(thief: Thief) -> None:
 
 def test_the_last_piece_of_work_makes_it_ask_one_after_the_other(manifest: Manifest) -> None:
     async def main(compute: ComputeThread, wire: Wire, thief: Thief) -> None:
-        await compute.run(Kind.FORWARD, 0, lambda: None)
+        await compute.run(Kind.FORWARD, (0, 0), lambda: None)
         await until(lambda: len(wire.asked) == NUM_ASKED, "nobody gives: some are asked")
         await asked_all(thief)
         assert {(request.run, request.stage, request.load_s) for _, request in wire.asked} == {("run", 1, 0.0)}
@@ -115,7 +115,7 @@ def test_the_last_piece_of_work_makes_it_ask_one_after_the_other(manifest: Manif
 def test_nobody_is_asked_after_one_has_given(manifest: Manifest) -> None:
     async def main(compute: ComputeThread, wire: Wire, thief: Thief) -> None:
         wire.giver = 2
-        await compute.run(Kind.BACKWARD, 0, lambda: None)
+        await compute.run(Kind.BACKWARD, (0, 0), lambda: None)
         await until(lambda: len(wire.asked) == 3, "the third one gives")
         await asked_all(thief)
         assert len(wire.asked) == 3
@@ -132,7 +132,7 @@ def test_what_is_on_its_way_counts_as_held(manifest: Manifest) -> None:
             """Of the next round, whose first one gives."""
             wire.giver = len(wire.asked)
             one_round(thief)
-            await compute.run(Kind.FORWARD, 0, lambda: None)
+            await compute.run(Kind.FORWARD, (0, 0), lambda: None)
             await until(lambda: len(wire.asked) > wire.giver, "somebody is asked")
             await asked_all(thief)
             return wire.asked[-1][1].load_s
@@ -160,11 +160,11 @@ def test_nobody_is_asked_when_work_has_come_by_itself(manifest: Manifest) -> Non
 
         async def more_comes() -> None:  # one that runs and one that waits
             for number in (1, 2):
-                later.append(asyncio.create_task(compute.run(Kind.FORWARD, number, lambda: go.wait(20))))
+                later.append(asyncio.create_task(compute.run(Kind.FORWARD, (0, number), lambda: go.wait(20))))
             await until(lambda: compute.backlog() == 1, "one waits")
 
         wire.on_call = more_comes
-        await compute.run(Kind.FORWARD, 0, lambda: None)
+        await compute.run(Kind.FORWARD, (0, 0), lambda: None)
         await until(lambda: bool(wire.asked), "the first one is asked")
         await asked_all(thief)
         assert len(wire.asked) == 1
@@ -177,9 +177,9 @@ def test_nobody_is_asked_when_work_has_come_by_itself(manifest: Manifest) -> Non
 def test_step_work_and_messages_are_not_what_it_hungers_for(manifest: Manifest) -> None:
     async def main(compute: ComputeThread, wire: Wire, thief: Thief) -> None:
         for kind in (Kind.STEP, Kind.MESSAGE, Kind.EVALUATE):
-            await compute.run(kind, 0, lambda: None)
+            await compute.run(kind, (0, 0), lambda: None)
         assert wire.asked == []
-        await compute.run(Kind.FORWARD, 0, lambda: None)
+        await compute.run(Kind.FORWARD, (0, 0), lambda: None)
         await until(lambda: bool(wire.asked), "a forward is")
 
     with_thief(manifest, main)
@@ -193,11 +193,11 @@ def test_who_cannot_do_what_it_has_asks_for_more_when_it_can_again(manifest: Man
         peer.siblings = ()  # nobody knows yet that it is broken: of this one time it would ask
         for number in range(3):
             with pytest.raises(ZeroDivisionError):
-                await compute.run(Kind.FORWARD, number, lambda: 1 / 0)
+                await compute.run(Kind.FORWARD, (0, number), lambda: 1 / 0)
             peer.siblings = siblings
-        await compute.run(Kind.MESSAGE, 0, lambda: None)  # what the thread said before has been heard by now
+        await compute.run(Kind.MESSAGE, (0, 0), lambda: None)  # what the thread said before has been heard by now
         assert wire.asked == []
-        await compute.run(Kind.FORWARD, 3, lambda: None)
+        await compute.run(Kind.FORWARD, (0, 3), lambda: None)
         await until(lambda: bool(wire.asked), "its end makes it ask")
 
     with_thief(manifest, main)
@@ -220,8 +220,8 @@ def test_who_could_not_do_more_asks_nobody(manifest: Manifest, why: str) -> None
                 peer.siblings = ()
             case _:
                 clock.max_ledger_bytes = -1
-        await compute.run(Kind.FORWARD, 0, lambda: None)
-        await compute.run(Kind.MESSAGE, 0, lambda: None)  # what the thread said before has been heard by now
+        await compute.run(Kind.FORWARD, (0, 0), lambda: None)
+        await compute.run(Kind.MESSAGE, (0, 0), lambda: None)  # what the thread said before has been heard by now
         assert wire.asked == []
 
     with_thief(manifest, main)
@@ -236,12 +236,12 @@ def test_who_lacks_a_faster_line_asks_nobody(manifest: Manifest, rate: float | N
             wire.rates = {"caller": rate, "below": rate}
         for _ in range(64):
             compute.times.add(Kind.FORWARD, 1.0)
-        entry = Entry(0, b"", b"", output=bytes(10_000), caller="caller")
+        entry = Entry(0, 0, b"", b"", output=bytes(10_000), caller="caller")
         route = (Hop(0, "p", "life"), Hop(1, "below", "life"))
         for _ in range(20):
             thief.served(entry, Done(1.0, route, 0.0, 1.0, 0.0, bytes(10_000)))
-        await compute.run(Kind.BACKWARD, 0, lambda: None)
-        await compute.run(Kind.MESSAGE, 0, lambda: None)  # what the thread said before has been heard by now
+        await compute.run(Kind.BACKWARD, (0, 0), lambda: None)
+        await compute.run(Kind.MESSAGE, (0, 0), lambda: None)  # what the thread said before has been heard by now
         assert bool(wire.asked) is asks
 
     with_thief(manifest, main)
@@ -254,12 +254,12 @@ def test_nobody_is_asked_after_the_end(manifest: Manifest) -> None:
             await nothing()
 
         wire.on_call = ends
-        await compute.run(Kind.FORWARD, 0, lambda: None)
+        await compute.run(Kind.FORWARD, (0, 0), lambda: None)
         await asyncio.wait([wire.running])
         assert len(wire.asked) == 1
         compute.ran_out.clear()
-        await compute.run(Kind.FORWARD, 1, lambda: None)
-        await compute.run(Kind.MESSAGE, 0, lambda: None)
+        await compute.run(Kind.FORWARD, (0, 1), lambda: None)
+        await compute.run(Kind.MESSAGE, (0, 0), lambda: None)
         assert compute.ran_out.is_set()  # it has run out again, and nobody listens
         assert len(wire.asked) == 1
 
@@ -269,11 +269,11 @@ def test_nobody_is_asked_after_the_end(manifest: Manifest) -> None:
 def test_one_that_is_gone_disturbs_nobody(manifest: Manifest) -> None:
     async def main(compute: ComputeThread, wire: Wire, thief: Thief) -> None:
         wire.is_broken = True
-        await compute.run(Kind.FORWARD, 0, lambda: None)
+        await compute.run(Kind.FORWARD, (0, 0), lambda: None)
         await until(lambda: len(wire.asked) == NUM_ASKED, "the next one is asked")
         await asked_all(thief)
         one_round(thief)
-        await compute.run(Kind.FORWARD, 1, lambda: None)
+        await compute.run(Kind.FORWARD, (0, 1), lambda: None)
         await until(lambda: len(wire.asked) > NUM_ASKED, "they are asked again")
 
     with_thief(manifest, main)
@@ -307,7 +307,7 @@ class Busy:
         self._manifest, self._upstream = manifest, jobs_of(manifest, 0)
         self.callers: list[Caller] = []
         self._is_occupied = threading.Event()
-        self.occupied = asyncio.create_task(compute.run(Kind.STEP, -1, self._occupy))
+        self.occupied = asyncio.create_task(compute.run(Kind.STEP, (-1, -1), self._occupy))
         compute.times.add(Kind.FORWARD, 2.0)  # so long do forwards take here
 
     def _occupy(self) -> bool:
@@ -318,7 +318,7 @@ class Busy:
         """Asked for a microbatch; returns when that waits."""
         await until(self._is_occupied.is_set, "the processor is taken: the job that takes it waits no more")
         ids = tokens(self._manifest, microbatch)
-        boundary = self._upstream.forward(Entry(microbatch, ids, b""), 0).payload
+        boundary = self._upstream.forward(Entry(0, microbatch, ids, b""), 0).payload
         work = Work("run", 0, 1, 0, microbatch, 0, False, (), ids, boundary, is_stolen=is_stolen)
         self.callers.append(Caller())
         compute, counters = self.parts.compute, self.parts.peer.counters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,40 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.p2p.errors import PeerUnreachable
-from swarmtrain.reduce.all_reduce import AllReduce, AllReduceFailed
-from swarmtrain.reduce.partition import owned_elements
-from swarmtrain.rpc.errors import CallRefused, Refusal
-from swarmtrain.wire.messages import Prepare, ReducedPiece, ReduceShare, RosterEntry
+from swarmtrain.codec.gradient import GradientEncoder, parse_gradient_spec
+from swarmtrain.reduce.all_reduce import AllReduce, AllReduceFailed, Lacks
+from swarmtrain.reduce.shares import EXACT, CodedShares
+from swarmtrain.rpc.errors import Refusal
+from swarmtrain.wire.messages import Prepare, ReduceShare
+
+from .loopback import FakeNode, bounded, entries
 
 SIZE = 1000
 
 
-class FakeNode:
-    """Calls the other peers' all-reduces directly; `dead` ones cannot be reached."""
-
-    def __init__(self, peer_id: str, group: dict[str, AllReduce], dead: set[str]) -> None:
-        self.peer_id, self._group, self._dead = peer_id, group, dead
-
-    async def call(
-        self, peer_id: str, part: ReduceShare, deadline_s: float, *, expect: type[ReducedPiece]
-    ) -> ReducedPiece:
-        if peer_id in self._dead or self.peer_id in self._dead:
-            raise PeerUnreachable(f"{peer_id} is dead")
-        await asyncio.sleep(0)
-        try:
-            return await self._group[peer_id].receive_share(part, self.peer_id)
-        except Refusal as refusal:
-            raise CallRefused.of(refusal.payload) from refusal
-
-
 def roster(num_peers: int, workers: set[int]) -> Prepare:
-    owned = owned_elements(SIZE, [(0.0, 0.0)] * num_peers)
-    entries = [
-        RosterEntry(f"peer{i}", "life", np.array([i], "<u4").tobytes() if i in workers else b"", owned[i])
-        for i in range(num_peers)
-    ]
-    return Prepare("run", 1, 0, 3, 1, tuple(entries))
+    return Prepare("run", 1, 0, 3, 1, entries(num_peers, SIZE, workers))
 
 
 def share(seed: int) -> torch.Tensor:
@@ -69,14 +48,6 @@ class Group:
         out = torch.full((SIZE,), float("nan"))
         await self.members[peer].run(out)
         return out
-
-
-def bounded(work: Coroutine[Any, Any, None]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(30):
-            await work
-
-    asyncio.run(main())
 
 
 @settings(deadline=None, max_examples=25)
@@ -131,8 +102,7 @@ def test_an_owner_names_the_peers_whose_shares_are_missing() -> None:
         for _ in range(20):
             await asyncio.sleep(0)
         first, second = group.members["peer0"], group.members["peer2"]
-        assert first.missing_peers() == second.missing_peers() == ["peer1"]
-        assert first.unanswered_owners() == ["peer1", "peer2"]
+        assert first.waits() == second.waits() == (Lacks.SHARES, ["peer1"])
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -183,7 +153,7 @@ def test_giving_up_refuses_the_peers_that_wait() -> None:
         waiting = asyncio.create_task(group.run("peer1"))
         for _ in range(10):  # until its share has come: nothing else runs here
             await asyncio.sleep(0)
-        assert group.members["peer0"].missing_peers() == ["peer0"]
+        assert group.members["peer1"].waits() == (Lacks.SHARES, ["peer0"])
         group.members["peer0"].close()
         with pytest.raises(AllReduceFailed, match="given up"):
             await waiting
@@ -219,3 +189,40 @@ def test_a_sum_beyond_the_exact_range_is_not_a_number_at_every_peer() -> None:
             assert torch.isnan(result[7])
 
     bounded(main())
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "topk64"])
+def test_the_bytes_of_a_share_are_free_once_it_is_added(codec: str) -> None:
+    """However many peers there are: an owner that waits for the last one holds no share."""
+
+    async def main() -> None:
+        encoder = GradientEncoder(parse_gradient_spec(codec), SIZE)
+        form = EXACT if codec == "none" else CodedShares(encoder)
+        prepare = roster(9, set(range(9)))
+        members: dict[str, AllReduce] = {}
+        node: Any = FakeNode("peer0", members, set())
+        owner = AllReduce(node, prepare, share(0), form=form)
+        piece = owner.pieces[piece_of_owner(owner)]
+        alive, waiting, freed = [], [], []
+        for i in range(1, 8):  # the ninth does not come
+            packed = form.pack(share(i)[piece.start : piece.stop].numpy(), piece.start)
+            buffer = np.frombuffer(bytearray(packed), dtype=np.uint8)
+            alive.append(weakref.ref(buffer))
+            message = ReduceShare("run", 1, 0, 3, 1, piece.index, memoryview(buffer))
+            del buffer
+            receiving = owner.receive_share(message, f"peer{i}", lambda: freed.append(1))
+            waiting.append(asyncio.create_task(receiving))
+        await asyncio.sleep(0)
+        assert owner.waits() == (Lacks.SHARES, ["peer8"])
+        assert not any(task.done() for task in waiting)
+        assert [reference() for reference in alive] == [None] * 7
+        assert len(freed) == 7
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    bounded(main())
+
+
+def piece_of_owner(owner: AllReduce) -> int:
+    return next(piece.index for piece in owner.pieces if piece.owner == owner.groups.column)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from runs import small
@@ -14,8 +13,6 @@ from swarmtrain.errors import ManifestError
 from swarmtrain.model.state import StageState
 from swarmtrain.reduce.all_reduce import AllReduce, Lane
 from swarmtrain.reduce.coding import (
-    FactorRound,
-    Reduced,
     StageCoder,
     factor_pieces,
     gradient_spec,
@@ -24,10 +21,11 @@ from swarmtrain.reduce.coding import (
 )
 from swarmtrain.reduce.partition import owned_elements
 from swarmtrain.reduce.selective import PROBE_AFTER, StageCompression
-from swarmtrain.reduce.shares import EXACT, BadShare, CodedShares
+from swarmtrain.reduce.shares import EXACT, CodedShares
+from swarmtrain.reduce.totals import BadShare
 from swarmtrain.wire.messages import Prepare, RosterEntry
 
-from .test_all_reduce import FakeNode, bounded
+from .loopback import FakeNode, bounded, reduced_by_all
 
 CODECS = ("bf16", "int8", "topk64", "powersgd2")
 NUM_PEERS = 3
@@ -43,52 +41,6 @@ def gradient(size: int, seed: int) -> torch.Tensor:
     return (values * 2**44).round() / 2**44
 
 
-async def reduced_by_all(coders: list[StageCoder], shares: list[torch.Tensor | None]) -> list[Reduced]:
-    """What every peer of the stage leaves with, over all-reduces that call each other."""
-    layout = coders[0].layout
-    owned = owned_elements(stage_elements(layout, compress=True), [(0.0, 0.0)] * len(coders))
-    roster = tuple(
-        RosterEntry(f"peer{i}", "life", b"" if share is None else np.array([i], "<u4").tobytes(), owned[i])
-        for i, share in enumerate(shares)
-    )
-    prepare = Prepare("run", 1, 0, 3, 1, roster, (), True)
-
-    async def one_lane(parts: list[Any], size: int, **options: Any) -> list[torch.Tensor]:
-        group: dict[str, AllReduce] = {}
-        for i, part in enumerate(parts):
-            node: Any = FakeNode(f"peer{i}", group, set())
-            mine = {
-                name: value[i] if isinstance(value, list) and name == "form" else value
-                for name, value in options.items()
-            }
-            group[f"peer{i}"] = AllReduce(node, prepare, part, **mine)
-        outs = [torch.full((size,), float("nan")) for _ in parts]
-        await asyncio.gather(*(group[f"peer{i}"].run(out) for i, out in enumerate(outs)))
-        return outs
-
-    if coders[0].spec.kind != "powersgd":
-        forms = [coder.sliced(compress=True) for coder in coders]
-        outs = await one_lane(list(shares), layout.gradient_size, form=[form for form, _ in forms])
-        return [Reduced(out, commit) for out, (_, commit) in zip(outs, forms, strict=True)]
-    rounds: list[FactorRound] = [coder.factors(share) for coder, share in zip(coders, shares, strict=True)]
-    pieces = left_pieces(layout, owned)
-    lefts = await one_lane(
-        [item.left() for item in rounds],
-        pieces[-1].stop,
-        lane=Lane.LEFT,
-        pieces=pieces,
-        form=[r.left_form for r in rounds],
-    )
-    vectors = [item.vector(left) for item, left in zip(rounds, lefts, strict=True)]
-    totals = await one_lane(
-        vectors,
-        stage_elements(layout, compress=True),
-        pieces=factor_pieces(layout, owned),
-        form=[item.form for item in rounds],
-    )
-    return [item.reduced(left, total) for item, left, total in zip(rounds, lefts, totals, strict=True)]
-
-
 @pytest.mark.parametrize("codec", CODECS)
 def test_all_peers_leave_with_the_same_bits_and_close_to_the_sum(codec: str) -> None:
     async def main() -> None:
@@ -99,7 +51,11 @@ def test_all_peers_leave_with_the_same_bits_and_close_to_the_sum(codec: str) -> 
         shares.append(None)  # a newcomer, or a peer without work
         exact = sum(share for share in shares if share is not None)
         assert isinstance(exact, torch.Tensor)
+        before = [share.clone() for share in shares if share is not None]
         found = await reduced_by_all(coders, shares)
+        for share, former in zip(shares, before, strict=False):  # they are lent, see StageWorker.lend_sum
+            assert share is not None
+            assert torch.equal(share, former)
         assert all(torch.equal(item.gradient, found[0].gradient) for item in found)
         loss = float((found[0].gradient - exact).norm() / exact.norm())
         assert 0.0 < loss < {"bf16": 5e-3, "int8": 3e-2}.get(codec, 1.0)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from swarmtrain.model.exact import GRID_EXPONENT
 from swarmtrain.native import native
 from swarmtrain.reduce import packing
-from swarmtrain.reduce.partition import Piece
 from swarmtrain.reduce.shares import EXACT
+from swarmtrain.reduce.totals import Share, Total
 
 needs_native = pytest.mark.skipif(native() is None, reason="there is no C compiler")
 STEP = st.one_of(
@@ -42,7 +42,13 @@ def share_of(raw: bytes | np.ndarray, size: int) -> packing.Packed:
 def unpacked(raw: bytes | memoryview, size: int) -> np.ndarray:
     numbers = EXACT.unpack(raw, size).numbers
     assert isinstance(numbers, packing.Packed)
-    return numbers.numbers()
+    return steps_in(numbers, size) * 2.0**GRID_EXPONENT
+
+
+def steps_in(share: packing.Packed, size: int) -> np.ndarray:
+    total = np.zeros(size, dtype=np.int64)
+    assert packing.add_steps(share, total)
+    return total
 
 
 @settings(deadline=None, max_examples=200)
@@ -66,7 +72,7 @@ def test_machine_code_and_python_agree(steps: list[int]) -> None:
     assert ours.tobytes() == python.tobytes()
     share = packing.packed_share(ours, len(steps))
     assert share is not None
-    assert np.array_equal(share.numbers(), numbers_of(packing._steps_of(share).tolist()))
+    assert np.array_equal(steps_in(share, len(steps)), packing._steps_of(share))
 
 
 @settings(deadline=None, max_examples=100)
@@ -76,6 +82,16 @@ def test_any_bytes_are_finite_numbers(raw: bytes) -> None:
         found = unpacked(raw, size)
         assert np.isfinite(found).all()
         assert np.array_equal(found, numbers_of(packing._steps_of(share_of(raw, size)).tolist()))
+
+
+def sums_of(shares: list[packing.Packed | np.ndarray], size: int) -> list[np.ndarray]:
+    """With machine code, where there is any, and without."""
+    found = []
+    for add, round_ in ((packing.add_steps, packing.rounded), (packing._add_steps, packing._rounded)):
+        total = np.zeros(size, dtype=np.int64)
+        assert all(add(share, total) for share in shares)
+        found.append(round_(total))
+    return found
 
 
 @settings(deadline=None, max_examples=300)
@@ -91,8 +107,7 @@ def test_shares_are_added_exactly_and_rounded_once(rows: list[list[int]]) -> Non
     expected = np.array([np.float32(float(Fraction(total) / 2**-GRID_EXPONENT)) for total in sums])
     if max(map(abs, sums)) > 2**53:
         expected[:] = np.nan
-    for found in (packing.rounded_sum(shares), packing._rounded_sum(shares)):
-        assert found is not None
+    for found in sums_of(shares, len(rows[0])):
         assert np.array_equal(found, expected, equal_nan=True)
 
 
@@ -103,17 +118,22 @@ def test_long_shares_are_added_as_short_ones(size: int, scale: float) -> None:
     rows = [np.round(random.uniform(-scale, scale, size) * 2.0**44) * 2.0**-44 for _ in range(3)]
     packed = [packing.pack(row) for row in rows[1:]]
     shares = [rows[0], *(share_of(raw, size) for raw in packed)]
-    assert np.array_equal(packing.rounded_sum(shares), np.sum(rows, axis=0).astype(np.float32))
+    for found in sums_of(shares, size):
+        assert np.array_equal(found, np.sum(rows, axis=0).astype(np.float32))
     for row, share in zip(rows[1:], shares[1:], strict=True):
-        assert np.array_equal(share.numbers(), row)
+        assert np.array_equal(steps_in(share, size) * 2.0**GRID_EXPONENT, row)
 
 
 def test_a_share_off_the_grid_is_not_added_as_whole_numbers() -> None:
     odd = np.array([1.0, 0.1])
-    for found in (packing.rounded_sum([odd, odd]), packing._rounded_sum([odd, odd])):
-        assert found is None
-    raw = EXACT.answer([EXACT.own(odd, 0), EXACT.own(odd, 0)], Piece(0, 0, 0, 2))
-    assert np.array_equal(EXACT.result(raw, 2), (odd + odd).astype(np.float32))
+    for add in (packing.add_steps, packing._add_steps):
+        steps = np.zeros(2, dtype=np.int64)
+        assert not add(odd, steps)
+        assert not steps.any()
+    total = Total(2)
+    for _ in range(2):
+        total.add(Share(odd))
+    assert np.array_equal(EXACT.result(EXACT.answer(total, 0), 2), (odd + odd).astype(np.float32))
 
 
 @pytest.mark.parametrize("odd", [2.0**-45, 0.1, 1e300, np.inf, -np.inf, np.nan, 2.0**10])

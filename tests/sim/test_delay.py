@@ -182,7 +182,7 @@ def test_idle_line_time_does_not_count_what_is_still_to_be_sent() -> None:
     peer, other = simulation.peers[0], simulation.peers[1]
     engine: Engine = simulation.engine
     assert peer.up_idle_s(engine.now) == 0.0
-    simulation.pipeline._transfer(peer, other)
+    simulation.pipeline._transfer(peer, other, STEPS.boundary_bytes)
     sending_s = STEPS.boundary_bytes / peer.up_rate
     assert peer.up_idle_s(0.0) == pytest.approx(0.0)
     assert peer.up_idle_s(sending_s) == pytest.approx(0.0)

@@ -76,8 +76,8 @@ DEFECTS = (
         (
             Change(
                 "peer/jobs.py",
-                "        self.worker.accumulate(gradients)\n        entry.accumulated = True\n",
-                "        self.worker.accumulate(gradients)\n",
+                "        self.worker.accumulate(gradients, step)\n        entry.accumulated = True\n",
+                "        self.worker.accumulate(gradients, step)\n",
             ),
         ),
     ),
@@ -89,7 +89,7 @@ DEFECTS = (
                 "peer/microbatch.py",
                 "        if entry is not None and entry.answer is not None:\n",
                 "        if entry is not None and entry.answer is not None and"
-                " clock.ledger._entries.pop(work.microbatch):\n"
+                " ledger._entries.pop(work.microbatch):\n"
                 "            entry = None\n"
                 "        if entry is not None and entry.answer is not None:\n",
             ),
@@ -135,20 +135,20 @@ DEFECTS = (
         ),
     ),
     Defect(
-        "stale-work",
-        "work of a step that is over is added to the next one's sum",
+        "weights-of-another-step",
+        "a microbatch is computed with the newest step's weights instead of its own step's",
         (
             Change(
-                "peer/jobs.py",
-                "        if entry.generation != self.generation:\n            raise StaleWork(",
-                "        if entry.generation > self.generation:\n            raise StaleWork(",
+                "model/worker.py",
+                "        weights = self.state.weights(self.state.step if step is None else step)\n",
+                "        weights = self.state.weights(self.state.step)\n",
             ),
         ),
     ),
     Defect(
         "sum-survives",
         "a peer whose state is replaced keeps the sum that it computed with the old one",
-        (Change("peer/jobs.py", "        self.worker.sum.clear()\n        self.codecs.settle_step(())\n", ""),),
+        (Change("peer/jobs.py", "        self.worker.drop_sums()\n        self.codecs.settle_all()\n", ""),),
     ),
     Defect(
         "step-not-awaited",
@@ -156,9 +156,9 @@ DEFECTS = (
         (
             Change(
                 "peer/step_clock.py",
-                "        if step == self.step + 1 or (step == self.step and self.is_applying):\n",
+                "        if not self.is_open(step) and self.manifest.weights_step(step) <= self.step + 1:\n",
                 "        if step == self.step + 1:\n            return\n"
-                "        if step == self.step and self.is_applying:\n",
+                "        if not self.is_open(step) and self.manifest.weights_step(step) <= self.step + 1:\n",
             ),
         ),
     ),
@@ -175,12 +175,12 @@ DEFECTS = (
     ),
     Defect(
         "summed-in-fp32",
-        "the owner of a piece adds shares in fp32, and the sum depends on who had which microbatch",
+        "shares travel as fp32 numbers, and the sum depends on who had which microbatch",
         (
             Change(
                 "reduce/shares.py",
-                "        summed = add_shares(shares) if total is None else total\n",
-                "        summed = sum(add_shares([share]).astype(np.float32) for share in shares)\n",
+                "        numbers = np.ascontiguousarray(numbers)\n",
+                "        numbers = np.ascontiguousarray(numbers).astype(np.float32).astype(np.float64)\n",
             ),
         ),
     ),

@@ -53,7 +53,7 @@ def never_went_back(swarm: SimulatedSwarm) -> bool:
 def all_leased(swarm: SimulatedSwarm, step: int) -> bool:
     """Whether all microbatches of a step were answered, and its stages are about to be prepared."""
     context = swarm.coordinator.daemon.context
-    return context.step == step and context.books is not None and len(context.books.losses) == 4
+    return context.step == step and step in context.books and len(context.books[step].losses) == 4
 
 
 def block(swarm: SimulatedSwarm, one: Life, other: Life, *, blocked: bool = True) -> None:

@@ -19,8 +19,9 @@ from .harness import Swarm
 pytestmark = pytest.mark.swarm
 
 
-def test_a_coordinator_killed_after_a_decision_is_replaced(place: Path, reference: References) -> None:
-    manifest = three_stages("schedule.steps=6", "checkpoint.every=3")
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_coordinator_killed_after_a_decision_is_replaced(place: Path, reference: References, delay: int) -> None:
+    manifest = three_stages("schedule.steps=6", "checkpoint.every=3", f"schedule.delay={delay}")
     swarm = Swarm(manifest, place, num_peers=NUM_STAGES)
     try:
         restart_coordinator(swarm, "after-decision:2:kill")

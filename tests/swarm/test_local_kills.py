@@ -20,8 +20,14 @@ KILL_EVERY = "0.2s"
 REPORTED = ("step", "loss", "tokens", "grad_norm", "lr")
 
 
-def test_peers_are_killed_again_and_again_and_steps_and_bits_are_those_of_train(place: Path) -> None:
-    manifest = tiny("stages.count=2", "schedule.steps=40")
+DELAYED = ("schedule.delay=1", "schedule.predict=true", "optimizer.kind=muon", "optimizer.learning_rate=0.02")
+
+
+@pytest.mark.parametrize("changes", [(), DELAYED], ids=["one step open", "two steps open"])
+def test_peers_are_killed_again_and_again_and_steps_and_bits_are_those_of_train(
+    place: Path, changes: tuple[str, ...]
+) -> None:
+    manifest = tiny("stages.count=2", "schedule.steps=40", *changes)
     (place / "run.toml").write_text(manifest.canonical())
     arguments = ["--peers", "4", "--kill-every", KILL_EVERY, "--state-dir", str(place / "local"), "--json"]
     done = swarmtrain("local", str(place / "run.toml"), *arguments, environment={"XDG_STATE_HOME": str(place)})

@@ -3,6 +3,7 @@ import { drawBar, drawCurve, drawPipeline, short } from "./drawing.js";
 
 const $ = (id) => document.getElementById(id);
 const MAX_EVENTS = 60, MAX_ROWS = 200;
+const WORTH_TELLING = 0.05; // of a step
 const TONES = { training: "good", complete: "good", waiting: "warn", starting: "warn" };
 const LOUD = { peer_lost: "bad", peer_doubted: "bad", peer_diverged: "bad", run_rolled_back: "bad", run_waits: "warn",
   prepare_failed: "warn", checkpoint_failed: "bad", work_replayed: "warn" };
@@ -55,6 +56,12 @@ function showNumbers() {
 function showTime() {
   const split = status.split;
   drawBar($("split"), $("split-text"), split ? [["lease", split.lease_s], ["reduce", split.reduce_s], ["apply", split.apply_s]] : [], true);
+  const whole = split ? split.lease_s + split.reduce_s + split.apply_s : 0;
+  if (split && split.waited_s > WORTH_TELLING * whole) {
+    const waits = document.createElement("span");
+    waits.textContent = `waits for the all-reduce of stage ${split.slowest_stage}: ${split.waited_s.toFixed(1)} of ${whole.toFixed(1)} s`;
+    $("split-text").append(waits);
+  }
   drawBar($("spent"), $("spent-text"), PARTS.map((name) => [name, spentLately(name)]), false);
 }
 
