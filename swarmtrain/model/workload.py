@@ -60,6 +60,11 @@ class Workload:
         return self.stages[stage].reduced.of_group(num_peers)
 
     @property
+    def wire_bytes_per_token(self) -> float:
+        """Over one boundary, forward and backward."""
+        return (self.boundary_bytes + self.backward_bytes) / self.tokens
+
+    @property
     def synchronous_share(self) -> float:
         """Of the run's steps, those whose microbatches wait until all steps before are applied: see weights_step."""
         if not self.delay:

@@ -57,7 +57,7 @@ def _what_waits(found: Forecast, *, is_fill: bool) -> str:
     if is_fill and is_delayed:
         return f"{waiting:.0%} of a step waits until microbatches have passed the pipeline"
     if is_fill:
-        return f"{found.fill_s / found.step_s:.0%} of a step fills and empties the pipeline"
+        return f"{(found.waiting_s - found.reduce_s) / found.step_s:.0%} of a step fills and empties the pipeline"
     if found.reduce_s and waiting >= 1.0 - GOOD_SHARE:
         share, verb = (waiting, "waits for") if is_delayed else (found.reduce_s / found.step_s, "is")
         return f"{share:.0%} of a step {verb} the all-reduce of stage {found.reduce_stage}"

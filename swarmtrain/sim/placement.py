@@ -37,6 +37,7 @@ DECIDE_S = 4.0 * BACKBONE_S  # prepare, decide, apply
 # lines in the order of sending, at processors less often. For so long machines run empty in every step; fitted to
 # simulations with long and with short steps.
 LINES_EMPTY, PROCESSORS_EMPTY = 0.5, 0.25
+LEAST_SHARE = 0.25  # of its rate: a machine that does less beside the all-reduce is better left out
 # Steps are tried on a grid of lengths, each so many times the one before: equal questions have equal answers.
 _RATIO = 1.0005
 _SHORTEST, _LONGEST = -28_000, 48_000  # powers of it: a microsecond, eight hundred years
@@ -309,4 +310,6 @@ class _Search:
             return 0.0
         computing_s = self._step_s - PROCESSORS_EMPTY * self._fill_s
         sending_s = self._step_s - LINES_EMPTY * self._fill_s
-        return min(computing_s * demand.computing_rate(kind), sending_s * demand.line_rate(kind, moved / window_s))
+        rate = demand.line_rate(kind, moved / window_s)
+        done = min(computing_s * demand.computing_rate(kind), sending_s * rate)
+        return done if done > LEAST_SHARE * self._step_s * demand.rate(kind) else 0.0

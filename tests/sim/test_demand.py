@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarmtrain.errors import ManifestError
+from swarmtrain.model.sizes import describe
 from swarmtrain.model.workload import workload_of
 from swarmtrain.run.presets import resolve_manifest
 from swarmtrain.sim.demand import demand_of
@@ -46,6 +47,11 @@ def test_nothing_else_of_the_workload_changes() -> None:
     assert coded.token_bytes == plain.token_bytes
     assert coded.backward_bytes == pytest.approx(plain.backward_bytes, rel=0.01)
     assert coded.boundary_bytes < 0.4 * plain.boundary_bytes
+
+
+def test_the_bytes_of_a_token_are_those_of_its_numbers_and_its_id() -> None:
+    manifest = resolve_manifest("nano", ["wire.forward=fp32", "wire.backward=fp32"])
+    assert demand_of(manifest).wire_bytes_per_token == describe(manifest).wire_bytes_per_token
 
 
 def test_a_tensor_too_large_to_be_encoded_for_this_is_counted_by_its_first_tokens() -> None:

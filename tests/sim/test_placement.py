@@ -16,6 +16,9 @@ from swarmtrain.sim.demand import demand_of
 from swarmtrain.sim.placement import DECIDE_S, MachineKind, demands_of, place
 from swarmtrain.sim.plan import forecast
 from swarmtrain.sim.profiles import GAMING_GPU, PeerProfile, load_profile
+from swarmtrain.sim.run import simulate
+from swarmtrain.sim.scenario import PeerSpec, Scenario
+from swarmtrain.sim.settings import with_workload
 
 PEERS = Path(__file__).parents[2] / "swarmtrain" / "sim" / "peers"
 PROFILES = [load_profile(path) for path in sorted(PEERS.glob("*.toml"))]
@@ -99,6 +102,41 @@ def test_the_machines_of_a_placement_exist_hold_their_stages_and_do_the_work_in_
 def test_no_placement_beats_the_bound(workload: Workload, mix: list[tuple[PeerProfile, int]]) -> None:
     found = forecast(workload, mix)
     assert found.tokens_per_s <= found.bound_tokens_per_s * (1.0 + 1e-6)
+
+
+def step_s_in_simulation(workload: Workload, layout: list[PeerSpec], minutes: float) -> float:
+    scenario = Scenario(
+        num_peers=len(layout),
+        num_stages=len(workload.stages),
+        layout=tuple(layout),
+        churn="none",
+        rebalance="none",
+        minutes=minutes,
+        warmup_minutes=minutes / 4,
+    )
+    return workload.batch / simulate(with_workload(scenario, workload)).throughput
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_mixed_swarm_is_as_fast_in_the_simulator_and_slower_with_those_that_were_left_out(delay: int) -> None:
+    settings_ = [f"schedule.delay={delay}", "reduce.codec=powersgd8", "microbatches_per_step=256", "stages.count=4"]
+    workload = demand_of(resolve_manifest("llama-125m", [*settings_, "wire.forward=quant8", "wire.backward=quant8"]))
+    counts = {"gaming-gpu": 10, "cloud-spot-gpu": 4, "office-workstation": 6, "laptop-cpu": 8}
+    kinds = [MachineKind.of(load_profile(PEERS / f"{name}.toml"), number) for name, number in counts.items()]
+    placement = place(workload, kinds)
+    layout = [
+        replace(kind.profile.spec(workload.mean_tflop), stage=stage)
+        for stage, group in enumerate(placement.stages)
+        for kind, number in group
+        for _ in range(number)
+    ]
+    minutes = 12 * placement.step_s / 60
+    simulated_s = step_s_in_simulation(workload, layout, minutes)
+    assert placement.step_s == pytest.approx(simulated_s, rel=0.15)
+    laptop = kinds[-1].profile.spec(workload.mean_tflop)
+    assert not any(kind is kinds[-1] for group in placement.stages for kind, _ in group)
+    everybody = [*layout, *(replace(laptop, stage=number % 4) for number in range(8))]
+    assert step_s_in_simulation(workload, everybody, 10 * minutes) > 2 * simulated_s
 
 
 def test_slow_lines_are_left_out_where_they_would_hold_up_the_others() -> None:
