@@ -24,7 +24,9 @@ LEFT_OUT = ("__pycache__", ".ruff_cache", ".mypy_cache")
 
 
 def package_files(root: Path) -> set[str]:
-    found = (path.relative_to(root) for path in (root / "swarmtrain").rglob("*") if path.is_file())
+    """Profiles included: in the repository their folder is a link to the one at the top."""
+    walk = os.walk(root / "swarmtrain", followlinks=True)
+    found = (Path(place, name).relative_to(root) for place, _, names in walk for name in names)
     return {str(path) for path in found if not set(path.parts) & set(LEFT_OUT) and path.suffix != ".pyc"}
 
 
@@ -41,7 +43,8 @@ def build(kind: str, source: Path, out: Path) -> Path:
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("packaging")
     source = place / "project"
-    shutil.copytree(REPOSITORY / "swarmtrain", source / "swarmtrain", ignore=shutil.ignore_patterns(*LEFT_OUT))
+    for name in ("swarmtrain", "peers"):
+        shutil.copytree(REPOSITORY / name, source / name, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
     for name in PROJECT:
         shutil.copy(REPOSITORY / name, source / name)
     return build("sdist", source, place / "sdist")

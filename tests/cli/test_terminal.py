@@ -22,7 +22,7 @@ from swarmtrain.terminal import ProgressBar, counter, print_table, say
 
 from .programs import call
 
-PEERS = Path(__file__).parents[2] / "swarmtrain" / "sim" / "peers"
+PEERS = Path(__file__).parents[2] / "peers"
 CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 

@@ -20,7 +20,7 @@ from swarmtrain.sim.run import simulate
 from swarmtrain.sim.scenario import PeerSpec, Scenario
 from swarmtrain.sim.settings import with_workload
 
-PEERS = Path(__file__).parents[2] / "swarmtrain" / "sim" / "peers"
+PEERS = Path(__file__).parents[2] / "peers"
 PROFILES = [load_profile(path) for path in sorted(PEERS.glob("*.toml"))]
 SHIPPED = [profile for profile in PROFILES if profile.role == "peer"]
 

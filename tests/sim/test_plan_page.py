@@ -13,7 +13,7 @@ from swarmtrain.sim.plan_table import SWARMS, WAYS, as_markdown, rows
 from swarmtrain.sim.profiles import load_profile
 
 ROOT = Path(__file__).parents[2]
-PEERS = ROOT / "swarmtrain" / "sim" / "peers"
+PEERS = ROOT / "peers"
 LARGE = tuple(SWARMS)
 
 
