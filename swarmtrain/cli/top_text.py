@@ -19,6 +19,7 @@ from swarmtrain.observe.logs import printable
 GOOD, WARNING, BAD, FAINT, TITLE = "green", "yellow", "red", "dim", "bold"
 _BARS = "▁▂▃▄▅▆▇█"
 _NAME_WIDTH = 15
+WORTH_TELLING = 0.05  # of a step
 _WIDE, _MIDDLE = 110, 78  # narrower windows show two columns of the time split, or none
 _SILENT_S = 6.0  # three heartbeats: what an older report says of the peer's time is not shown
 _FIXED = 9  # lines besides peers, links and events
@@ -70,6 +71,7 @@ def _head(now: Snapshot, losses: Sequence[float], width: int) -> list[Renderable
         line("  ".join(numbers)),
         line(f"loss  {bars}" if bars else "", FAINT),
         line(_split(now["split"]), FAINT),
+        *([line(waits)] if (waits := _wait(now["split"])) else []),
         Text(""),
     ]
 
@@ -80,6 +82,17 @@ def _split(split: Snapshot | None) -> str:
     parts = {name: split[f"{name}_s"] for name in ("lease", "reduce", "apply")}
     total = sum(parts.values()) or 1.0
     return "last step  " + "  ".join(f"{name} {s:.2f} s {100 * s / total:.0f} %" for name, s in parts.items())
+
+
+def _wait(split: Snapshot | None) -> str:
+    """How long nothing was under way because of an all-reduce, if that was long."""
+    if not split:
+        return ""
+    total = sum(split[f"{name}_s"] for name in ("lease", "reduce", "apply"))
+    if split["waited_s"] <= WORTH_TELLING * total:
+        return ""
+    waited = f"{split['waited_s']:.1f} of {total:.1f} s"
+    return f"           waits for the all-reduce of stage {split['slowest_stage']}: {waited}"
 
 
 def peer_table(now: Snapshot, room: int, width: int) -> Table:

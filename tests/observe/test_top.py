@@ -25,6 +25,8 @@ from swarm.harness import REPOSITORY, clean_environment, swarmtrain
 from swarmtrain.cli.top_text import frame, sparkline
 from swarmtrain.observe.http import HttpServer, as_json
 
+SPLIT = {"lease_s": 0.6, "reduce_s": 0.3, "apply_s": 0.1, "waited_s": 0.0, "slowest_stage": 1}
+
 
 def member(name: str, stage: int, **changes: Any) -> dict[str, Any]:
     lately = {"compute": 0.6, "reduce": 0.1, "queue": 0.05, "wire": 0.15, "idle": 0.1}
@@ -38,7 +40,7 @@ def snapshot(stages: list[list[dict[str, Any]]], **changes: Any) -> dict[str, An
         "kind": "coordinator", "name": "nano", "run": "abc", "state": "training", "cause": "training", "reason": "",
         "since": 1.0, "next": "step 5 of 9", "step": 4, "steps": 9, "val_loss": 2.5, "checkpoint_step": 2, "now": 100.0,
         "seconds_left": 90.0, "last_applied_at": 99.0,
-        "last": {"loss": 2.25, "tokens_per_s": 1234.0}, "split": {"lease_s": 0.6, "reduce_s": 0.3, "apply_s": 0.1},
+        "last": {"loss": 2.25, "tokens_per_s": 1234.0}, "split": SPLIT,
         "stages": stages, "routes": [{"from": "12D3KooWxxxxxfirst"[:16], "to": "y", "share": 1.0}],
         "news": [{"at": 1.0, "line": f"event {number}"} for number in range(60)],
     }  # fmt: skip
@@ -213,3 +215,10 @@ def test_q_ends_it_and_the_terminal_is_as_before(page: str) -> None:
     assert termios.tcgetattr(theirs) == before
     os.close(ours)
     os.close(theirs)
+
+
+@pytest.mark.parametrize(("waited_s", "told"), [(0.0, False), (0.04, False), (0.3, True)])
+def test_a_step_that_waits_for_an_all_reduce_says_for_which(waited_s: float, told: bool) -> None:
+    now = {**TWO, "split": {**SPLIT, "waited_s": waited_s}}
+    found = [text.strip() for text in texts(now, [2.0], 80, 24) if "all-reduce" in text]
+    assert found == (["waits for the all-reduce of stage 1: 0.3 of 1.0 s"] if told else [])
