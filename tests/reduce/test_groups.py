@@ -410,6 +410,23 @@ def twice(call: Any) -> Any:
     return again
 
 
+def test_an_attempt_that_is_given_up_while_sums_are_on_their_way_refuses_all_that_wait() -> None:
+    async def main() -> None:
+        stage = Stage(40, set(range(40)))
+        late = name(39)
+        await settled(stage, {late})
+        for reduction in stage.members.values():
+            reduction.close()
+        await asyncio.gather(stage.run(late), return_exceptions=True)  # the last share comes after all
+        found = await asyncio.gather(*stage.running, return_exceptions=True)  # type: ignore[attr-defined]
+        assert all(isinstance(item, AllReduceFailed | torch.Tensor) for item in found)
+        failed = [item for item in found if isinstance(item, AllReduceFailed)]
+        assert failed
+        assert all("given up" in str(item) and not item.suspects for item in failed)
+
+    bounded(main())
+
+
 def test_damaged_answers_are_refused_and_their_owner_is_named() -> None:
     async def main() -> None:
         stage = Stage(40, set(range(40)))
