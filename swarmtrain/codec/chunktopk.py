@@ -87,35 +87,43 @@ def decode_chunk_topk(header: Header, body: memoryview) -> torch.Tensor:
     return tensor
 
 
-def chunk_sum_bytes(num_elements: int, kept: int) -> int:
-    """Length of a sum with `kept` values of every whole chunk."""
-    total = num_elements // CHUNK * min(kept, CHUNK) + kept_in(num_elements % CHUNK, min(kept, CHUNK))
-    return packed_bytes(total, _INDEX_BITS) + 2 * total
-
-
 def encode_chunk_sum(numbers: numpy.typing.NDArray[numpy.float32], kept: int) -> bytes:
-    """The sum of several messages: its largest values in each chunk, as positions and bf16 numbers."""
+    """The sum of several messages: the `kept` largest values of each chunk, as positions (or a bit for every number,
+    if that is shorter) and bf16 numbers."""
     positions, chunk_of = _select(torch.from_numpy(numbers), min(kept, CHUNK))  # (total,) both
-    values = torch.from_numpy(numbers[chunk_of * CHUNK + positions]).to(torch.bfloat16)  # (total,)
-    return pack_indices(positions.astype(numpy.uint32), _INDEX_BITS).tobytes() + (
-        values.view(torch.int16).numpy().astype("<i2").tobytes()
-    )
+    where = chunk_of * CHUNK + positions  # (total,)
+    values = torch.from_numpy(numbers[where]).to(torch.bfloat16).view(torch.int16).numpy().astype("<i2")  # (total,)
+    if _has_bits(kept):
+        bits = numpy.zeros(numbers.size, dtype=numpy.uint8)
+        bits[where] = 1
+        return numpy.packbits(bits).tobytes() + values.tobytes()
+    return pack_indices(positions.astype(numpy.uint32), _INDEX_BITS).tobytes() + values.tobytes()
 
 
 def decode_chunk_sum(raw: memoryview, num_elements: int, kept: int) -> numpy.typing.NDArray[numpy.float32]:
     """Zero where no value was kept. Raises CorruptPayload."""
-    if len(raw) != chunk_sum_bytes(num_elements, kept):
-        raise CorruptPayload(f"{len(raw)} bytes are not {kept} of {CHUNK} values of {num_elements}")
     lengths = _chunk_lengths(num_elements)
     chunk_of = numpy.repeat(numpy.arange(lengths.size), [kept_in(int(length), min(kept, CHUNK)) for length in lengths])
+    num_bytes = packed_bytes(num_elements, 1) if _has_bits(kept) else packed_bytes(chunk_of.size, _INDEX_BITS)
+    if len(raw) != num_bytes + 2 * chunk_of.size:
+        raise CorruptPayload(f"{len(raw)} bytes are not {kept} of {CHUNK} values of {num_elements}")
     content = numpy.frombuffer(raw, dtype=numpy.uint8)
-    packed = packed_bytes(chunk_of.size, _INDEX_BITS)
-    positions = unpack_indices(content[:packed], _INDEX_BITS, chunk_of.size)
-    if (positions >= lengths[chunk_of]).any():
-        raise CorruptPayload("a position lies outside its chunk")
+    if _has_bits(kept):
+        where = numpy.flatnonzero(numpy.unpackbits(content[:num_bytes], count=num_elements))  # (total,)
+        if where.size != chunk_of.size:
+            raise CorruptPayload(f"{where.size} of {num_elements} values where {chunk_of.size} are kept")
+    else:
+        positions = unpack_indices(content[:num_bytes], _INDEX_BITS, chunk_of.size)
+        if (positions >= lengths[chunk_of]).any():
+            raise CorruptPayload("a position lies outside its chunk")
+        where = chunk_of * CHUNK + positions
     sums = numpy.zeros(num_elements, dtype=numpy.float32)
-    sums[chunk_of * CHUNK + positions] = _from_bf16(content[packed:].copy().view("<u2"))
+    sums[where] = _from_bf16(content[num_bytes:].copy().view("<u2"))
     return sums
+
+
+def _has_bits(kept: int) -> bool:
+    return kept * _INDEX_BITS > CHUNK
 
 
 def _chunk_lengths(num_elements: int) -> numpy.typing.NDArray[numpy.int64]:

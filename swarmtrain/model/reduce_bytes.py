@@ -20,7 +20,8 @@ _INT8 = 1 + 2 / 128  # with a scale for every 128
 _TOPK_CHUNK = 4096
 _TOPK_KEPT = 14 / 8  # bytes: 12 bits of position, 2 of value
 _TOPK_MEAN = 2 / _TOPK_CHUNK
-_TOPK_SUM_KEPT = 2 * 28 / 8  # bytes: in a sum twice as many values, of 12 and 16 bits
+_TOPK_SUM_KEPT = 4  # times as many values are kept of a sum
+_BITS = 1 / 8  # bytes: one for every number, which says whether it is there
 
 # Of a group's sum (reduce/totals.py): as wide as its largest and its finest number need, so these are typical.
 _EXACT_SUM = EXACT_SHARE + 1
@@ -95,9 +96,10 @@ def reduce_bytes(manifest: Manifest, plan: StagePlan) -> ReduceBytes:
 
 def _topk_bytes(kept: float) -> ReduceBytes:
     """Per number, if this part of all numbers is kept."""
-    answer = min(0.5, kept) * _TOPK_SUM_KEPT  # a sum has all of them, at most
+    in_sum = min(1.0, _TOPK_SUM_KEPT * kept)
+    answer = _BF16 * in_sum + min(_BITS, 1.5 * in_sum)  # a position takes 12 bits
     sent_by_some = 1.0 - (1.0 - kept) ** _TYPICAL_GROUP
-    return ReduceBytes(kept * _TOPK_KEPT + _TOPK_MEAN + answer, sent_by_some * _TOPK_SUM + 1 / 8 + answer)
+    return ReduceBytes(kept * _TOPK_KEPT + _TOPK_MEAN + answer, sent_by_some * _TOPK_SUM + _BITS + answer)
 
 
 def is_factored(spec: TensorSpec, rank: int) -> bool:

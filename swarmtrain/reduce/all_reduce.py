@@ -102,6 +102,12 @@ class _Sum:
         total, self._total = self.total, None
         return total
 
+    def give(self, answer: Buffer) -> Buffer:
+        """Answer all that wait, unless the attempt was given up meanwhile."""
+        if not self.answer.done():
+            self.answer.set_result(answer)
+        return answer
+
     async def answered(self) -> Buffer:
         """The answer, for one who waits for it. Refuses when the attempt is given up."""
         try:
@@ -271,13 +277,10 @@ class AllReduce:
         if self._share is not None:
             total.add(self._form.own(self._share[piece.start : piece.stop], piece.start))
         if self.groups.count == 1:
-            answer = self._form.answer(total, piece.start)
-        else:
-            async with asyncio.TaskGroup() as tasks:
-                parts = [tasks.create_task(self._sum_of_part(owned, part, total)) for part in owned.parts]
-            answer = _joined([part.result() for part in parts])
-        owned.answer.set_result(answer)
-        return answer
+            return owned.give(self._form.answer(total, piece.start))
+        async with asyncio.TaskGroup() as tasks:
+            parts = [tasks.create_task(self._sum_of_part(owned, part, total)) for part in owned.parts]
+        return owned.give(_joined([part.result() for part in parts]))
 
     async def _sum_of_part(self, owned: _OwnedPiece, part: Part, total: Total) -> Buffer:
         """The sum of all groups of a part of an own piece. `total` is the sum of this peer's group."""
@@ -288,9 +291,7 @@ class AllReduce:
             whole = await root.complete()
             if ours:
                 whole.add_packed(ours)
-            answer = self._form.answer(whole, part.start)
-            root.answer.set_result(answer)
-            return answer
+            return root.give(self._form.answer(whole, part.start))
         peer = groups.owner(part.root)
         owned.unanswered[peer] = None
         answer = await self._call(peer, owned.piece, ours, part=part.index)

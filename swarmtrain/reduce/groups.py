@@ -16,30 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from swarmtrain.model.reduce_bytes import num_groups
 from swarmtrain.reduce.partition import Piece, effective_rates, owned_by_rates, owned_elements
-
-
-class Entry(Protocol):
-    """What counts here of an entry of a roster."""
-
-    @property
-    def peer_id(self) -> str:
-        """Who."""
-
-    @property
-    def microbatches(self) -> bytes:
-        """Empty if it has no share."""
-
-    @property
-    def owned(self) -> int:
-        """Elements that it owns in its group."""
-
-    @property
-    def group(self) -> int:
-        """Number of its group."""
+from swarmtrain.wire.messages import RosterEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +59,7 @@ def arrange(size: int, up_and_down: Sequence[tuple[float, float]]) -> list[Place
     return places
 
 
-def fault_of(roster: Sequence[Entry], size: int) -> str:
+def fault_of(roster: Sequence[RosterEntry], size: int) -> str:
     """Why a roster cannot be one of a vector of this size; empty if it can."""
     owned: dict[int, list[int]] = {}
     for entry in roster:
@@ -98,7 +78,7 @@ def fault_of(roster: Sequence[Entry], size: int) -> str:
 class Groups:
     """A roster's groups, as one of its members sees them. The roster is without fault."""
 
-    def __init__(self, roster: Sequence[Entry], peer_id: str) -> None:
+    def __init__(self, roster: Sequence[RosterEntry], peer_id: str) -> None:
         count = 1 + max(entry.group for entry in roster)
         self._owners: list[list[str]] = [[] for _ in range(count)]  # by group, then by column
         self._contributors: list[list[str]] = [[] for _ in range(count)]

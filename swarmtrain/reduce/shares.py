@@ -19,7 +19,7 @@ from swarmtrain.codec.lowrank import orthonormal
 from swarmtrain.reduce.packing import pack, packed_share
 from swarmtrain.reduce.totals import BadShare, Buffer, Numbers, Share, Total
 
-SUM_KEPT = 2  # topk: of the sum of several shares, so many times as many values travel as of a share
+SUM_KEPT = 4  # topk: of the sum of several shares, so many times as many values travel as of a share
 
 _CONTEXT = MessageContext(0, Direction.BACKWARD)
 _ONE_SHARE, _SUM = b"\0", b"\1"  # topk: what an answer is

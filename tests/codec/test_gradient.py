@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmtrain.codec import CodecError, CodecSpecError, NonFiniteTensor, decode
-from swarmtrain.codec.chunktopk import CHUNK, kept_in
+from swarmtrain.codec.chunktopk import CHUNK, decode_chunk_sum, encode_chunk_sum, kept_in
+from swarmtrain.codec.errors import CorruptPayload
 from swarmtrain.codec.gradient import ERROR_DECAY, GradientEncoder, parse_gradient_spec
 from swarmtrain.codec.payload import header_bytes
 
@@ -145,3 +147,45 @@ def test_slices_out_of_range_and_powersgd_are_refused() -> None:
             sender.encode(part, start)
     with pytest.raises(CodecError):
         gradient_encoder("powersgd32", 100)
+
+
+@pytest.mark.parametrize("size", [1, 100, 4096, 4097, 10000])
+@pytest.mark.parametrize("kept", [1, 64, 256, 341, 342, 2048, 4096, 9999])
+def test_a_sum_keeps_its_largest_values_in_bf16(size: int, kept: int) -> None:
+    values = flat("gaussian", size, size)
+    raw = encode_chunk_sum(values.numpy(), kept)
+    found = torch.from_numpy(decode_chunk_sum(memoryview(raw), size, kept))
+    for start in range(0, size, CHUNK):
+        part, wanted = found[start : start + CHUNK], values[start : start + CHUNK]
+        is_there = part != 0.0
+        assert int(is_there.sum()) == kept_in(part.numel(), min(kept, CHUNK))
+        assert torch.equal(part[is_there], wanted[is_there].to(torch.bfloat16).float())
+        if not bool(is_there.all()):
+            assert float(wanted[is_there].abs().min()) >= float(wanted[~is_there].abs().max())
+    for bad in (raw[:-1], raw + b"x", b""):
+        with pytest.raises(CorruptPayload):
+            decode_chunk_sum(memoryview(bad), size, kept)
+
+
+@pytest.mark.parametrize("kept", [64, 512])
+def test_a_sum_with_positions_that_cannot_be_is_refused(kept: int) -> None:
+    raw = encode_chunk_sum(np.zeros(100, dtype=np.float32), kept)
+    with pytest.raises(CorruptPayload):
+        decode_chunk_sum(memoryview(b"\xff" * len(raw)), 100, kept)
+
+
+def test_what_is_taken_back_counts_as_left_out() -> None:
+    encoder, other = (GradientEncoder(parse_gradient_spec("topk64"), 5000) for _ in range(2))
+    values = flat("gaussian", 5000, 1)
+    sent = received(encoder.encode(values, 0))
+    other.encode(values, 0)
+    where = torch.arange(5000) % 2 == 0
+    encoder.take_back(where, 0)
+    encoder.take_back(where, 0)  # a second time, and of what was not sent: nothing
+    encoder.take_back(where, 77)
+    encoder.commit()
+    other.commit()
+    assert encoder.error is not None
+    assert other.error is not None
+    assert torch.equal(encoder.error, other.error + torch.where(where, sent, 0.0))
+    assert bool((sent[where] != 0).any())

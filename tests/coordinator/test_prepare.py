@@ -13,6 +13,9 @@ from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.heartbeats import Heartbeats
 from swarmtrain.coordinator.prepare import MAX_LISTENERS, PreparedStage, Preparer
+from swarmtrain.model.buffers import StateLayout
+from swarmtrain.reduce.coding import stage_elements
+from swarmtrain.reduce.groups import fault_of
 from swarmtrain.run.presets import preset
 from swarmtrain.wire.messages import Directive, Hop, Prepare, Prepared
 from swarmtrain.wire.schema import encode
@@ -151,6 +154,28 @@ def test_a_stage_with_more_peers_than_a_roster_holds_reduces_without_the_spares(
         assert len(prepared.members) == MAX_SERVING
         assert len(prepared.listeners) == MAX_LISTENERS
         assert worker in {member.peer_id for member in prepared.members}
+
+    asyncio.run(main())
+
+
+def test_a_large_stage_is_told_its_groups_and_listeners_are_spread_over_them() -> None:
+    async def main() -> None:
+        peers = Peers(step=3)
+        for index in range(70):
+            await peers.heartbeat(f"p{index:02}", "serving", up_bytes_per_s=1e6 + index)
+        peers.answer("p07", 0, 1, 2, 3)
+        for index in range(9):
+            await peers.heartbeat(f"q{index}", "syncing", step=0)
+        peers.context.members.listen(STAGE, 3)
+        await peers.prepare()
+        roster = peers.asked[0][1].roster
+        size = stage_elements(StateLayout(peers.context.manifest, STAGE), compress=False)
+        assert fault_of(roster, size) == ""
+        groups = [[entry for entry in roster if entry.group == group] for group in range(3)]
+        assert [sum(entry.peer_id.startswith("q") for entry in group) for group in groups] == [3, 3, 3]
+        assert sorted(len(group) - 3 for group in groups) == [23, 23, 24]
+        assert [entry.owned for entry in roster if entry.peer_id == "p00"] == [0]  # the slowest, which is left over
+        assert not any(entry.owned for entry in roster if entry.peer_id.startswith("q"))
 
     asyncio.run(main())
 

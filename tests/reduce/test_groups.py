@@ -22,7 +22,7 @@ from swarmtrain.reduce.all_reduce import AllReduce, AllReduceFailed, Lacks
 from swarmtrain.reduce.coding import StageCoder
 from swarmtrain.reduce.groups import Groups, arrange, fault_of
 from swarmtrain.reduce.partition import Piece
-from swarmtrain.reduce.shares import ExactShares
+from swarmtrain.reduce.shares import SUM_KEPT, ExactShares
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.wire.messages import Prepare, Preparing, ReducedPiece, ReduceShare, RosterEntry
 from swarmtrain.wire.peer_report import PeerReport
@@ -215,7 +215,7 @@ def test_what_topk_leaves_out_of_the_sum_stays_with_its_senders() -> None:
         had = sum(share for share in shares if share is not None)
         assert isinstance(had, torch.Tensor)
         applied = found[0].gradient
-        assert int((applied != 0).sum()) <= 2 * 64 * -(-size // 4096) + 2
+        assert int((applied != 0).sum()) <= SUM_KEPT * 64 * -(-size // 4096) + SUM_KEPT
         assert torch.allclose(kept + applied, had, atol=float(had.abs().max()) * 2.0**-8)  # a sum travels as bf16
         untouched = applied == 0
         assert torch.allclose(kept[untouched], had[untouched], atol=1e-4)
@@ -408,6 +408,23 @@ def twice(call: Any) -> Any:
         return second
 
     return again
+
+
+def test_an_attempt_that_is_given_up_while_sums_are_on_their_way_refuses_all_that_wait() -> None:
+    async def main() -> None:
+        stage = Stage(40, set(range(40)))
+        late = name(39)
+        await settled(stage, {late})
+        for reduction in stage.members.values():
+            reduction.close()
+        await asyncio.gather(stage.run(late), return_exceptions=True)  # the last share comes after all
+        found = await asyncio.gather(*stage.running, return_exceptions=True)  # type: ignore[attr-defined]
+        assert all(isinstance(item, AllReduceFailed | torch.Tensor) for item in found)
+        failed = [item for item in found if isinstance(item, AllReduceFailed)]
+        assert failed
+        assert all("given up" in str(item) and not item.suspects for item in failed)
+
+    bounded(main())
 
 
 def test_damaged_answers_are_refused_and_their_owner_is_named() -> None:

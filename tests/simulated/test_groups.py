@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -213,3 +214,22 @@ def test_a_stage_of_more_peers_than_a_group_holds_ends_in_the_bits_of_one_proces
     monkeypatch.setattr(Groups, "partners", seen)
     assert_reference(swarm, references)
     assert max(sizes) == 18
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "topk64"])
+def test_an_owner_keeps_the_buffer_of_no_share(simulated: Make, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    """Of shares as they come from the network: nobody else holds them when they are added."""
+    holders: list[int] = []
+
+    def free(values: Any) -> None:
+        buffer = values.obj
+        values.release()  # BufferError if something still looks at it
+        holders.append(sys.getrefcount(buffer) - 2)  # `buffer` itself, and the argument
+
+    monkeypatch.setattr("swarmtrain.reduce.all_reduce._free", free)
+    swarm = simulated(tiny(f"reduce.codec={codec}", "schedule.steps=2"))
+    swarm.start(num_peers=6)
+    swarm.run_to_end()
+    assert not swarm.faults
+    assert holders
+    assert not any(holders)
