@@ -4,10 +4,11 @@
     bf16  int8  every number rounded; int8 with one scale per group of 128
     topk64      64 of every 4096 in two bits each, what is left out is sent later (about 144 times below fp32)
     powersgd32  two factors of rank 32 per matrix, see powersgd.py
+    lowrank100  two factors of four bits a number per matrix, 0.1 bytes per number of it, see reduce/lowrank.py
 
-All but powersgd work on any slice of the flat gradient, and `decode` of the package reads their payloads. Nothing here
-changes state before `commit`: an all-reduce that is repeated with another roster starts from the same error. An error
-that was last used more than MAX_AGE optimizer steps ago is dropped, as between stages: its weights have moved on.
+All but the last two work on any slice of the flat gradient, and `decode` of the package reads their payloads. Nothing
+here changes state before `commit`: an all-reduce that is repeated with another roster starts from the same error. An
+error that was last used more than MAX_AGE optimizer steps ago is dropped, as between stages: its weights have moved on.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from swarmtrain.codec.tensors import plain
 ERROR_DECAY = 0.95  # per step, as in SparseLoCo: what is never sent fades out
 _CONTEXT = MessageContext(0, Direction.BACKWARD)
 _ELEMENTWISE: dict[str, CodecSpec] = {"none": CastSpec("raw"), "bf16": CastSpec("bf16"), "int8": QuantSpec(8)}
-_ALLOWED = "allowed: none, bf16, int8, topkK (K of 4096, as in topk64), powersgdR (as in powersgd32)"
+_LARGEST = {"topk": CHUNK, "powersgd": MAX_RANK, "lowrank": 1000}
+_ALLOWED = (
+    "allowed: none, bf16, int8, topkK (K of 4096, as in topk64), powersgdR (rank R, as in powersgd32), "
+    "lowrankB (B thousandths of a byte per number, as in lowrank100)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSpec:
-    """`kind` is none, bf16, int8, topk or powersgd; `size` is the K of topk and the rank of powersgd."""
+    """`kind` is none, bf16, int8, topk, powersgd or lowrank; `size` is the number after it."""
 
     kind: str
     size: int = 0
@@ -43,6 +48,16 @@ class GradientSpec:
         """False if sums keep every bit."""
         return self.kind != "none"
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what was left out of a step is kept for the next one."""
+        return self.in_factors or self.kind == "topk"
+
+    @property
+    def in_factors(self) -> bool:
+        """Whether matrices travel as two factors; then not on slices of the flat gradient."""
+        return self.kind in ("powersgd", "lowrank")
+
     def __str__(self) -> str:
         return f"{self.kind}{self.size}" if self.size else self.kind
 
@@ -51,8 +66,8 @@ def parse_gradient_spec(text: str) -> GradientSpec:
     """The codec that `text` names. Raises CodecSpecError that says what is allowed."""
     if text in _ELEMENTWISE:
         return GradientSpec(text)
-    match = re.fullmatch(r"(topk|powersgd)(\d{1,4})", text, re.ASCII)
-    if match is None or not 1 <= int(match[2]) <= (CHUNK if match[1] == "topk" else MAX_RANK):
+    match = re.fullmatch(r"(topk|powersgd|lowrank)([1-9]\d{0,3})", text, re.ASCII)
+    if match is None or int(match[2]) > _LARGEST[match[1]]:
         raise CodecSpecError(f"gradient codec {text!r} is not one", fix=_ALLOWED)
     return GradientSpec(match[1], int(match[2]))
 
@@ -60,12 +75,12 @@ def parse_gradient_spec(text: str) -> GradientSpec:
 class GradientEncoder:
     """One peer's encoder for its stage's flat gradient of `num_elements`, in slices of any cut.
 
-    State: for topk the error of the whole gradient, changed by `commit` only. Not for powersgd (see PowerSGDRound).
+    State: for topk the error of the whole gradient, changed by `commit` only. Not for factors (see PowerSGDRound).
     """
 
     def __init__(self, spec: GradientSpec, num_elements: int) -> None:
-        if spec.kind == "powersgd":
-            raise CodecError("powersgd works on matrices, not on slices: use PowerSGDRound")
+        if spec.in_factors:
+            raise CodecError(f"{spec.kind} works on matrices, not on slices: use PowerSGDRound")
         self.spec = spec
         self.num_elements = num_elements
         self._error = torch.zeros(num_elements) if spec.kind == "topk" else None

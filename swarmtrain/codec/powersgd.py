@@ -50,7 +50,6 @@ def initial_right_factor(name: str, shape: Sequence[int], rank: int) -> torch.Te
 class PowerSGDState:
     """What one peer keeps between steps, for the parameters that are worth it."""
 
-    rank: int
     right: dict[str, torch.Tensor]  # shared by all peers, name -> (columns, rank)
     error: dict[str, torch.Tensor]  # this peer's own, name -> (rows, columns)
 
@@ -59,7 +58,7 @@ class PowerSGDState:
         """For the parameters of a stage, by name; those not worth it are left out and reduced as they are."""
         chosen = {name: shape for name, shape in shapes.items() if is_worth_it(shape, rank)}
         right = {name: initial_right_factor(name, shape, rank) for name, shape in chosen.items()}
-        return PowerSGDState(rank, right, {name: torch.zeros(matrix_shape(shape)) for name, shape in chosen.items()})
+        return PowerSGDState(right, {name: torch.zeros(matrix_shape(shape)) for name, shape in chosen.items()})
 
 
 class PowerSGDRound:
@@ -87,7 +86,7 @@ class PowerSGDRound:
     def right(self, left: Matrices) -> dict[str, torch.Tensor]:
         """This peer's M_iᵀ P (columns, rank) by name: to be summed. `left` holds the P that everyone received."""
         for name, wanted in self._wanted.items():
-            if left[name].shape != (wanted.shape[0], self._state.rank):
+            if left[name].shape != (wanted.shape[0], self._state.right[name].shape[1]):
                 raise CodecError(f"{name}: a left factor has shape {tuple(left[name].shape)}")
         self._left = dict(left)
         self._own_right = {name: wanted.T @ left[name] for name, wanted in self._wanted.items()}
@@ -95,19 +94,26 @@ class PowerSGDRound:
 
     def result(self, right: Matrices) -> dict[str, torch.Tensor]:
         """The reduced gradients P Qᵀ (rows, columns) by name, the same at every peer that uses the same bytes."""
-        for name, own in self._own_right.items():
-            if right[name].shape != own.shape:
-                raise CodecError(f"{name}: a right factor has shape {tuple(right[name].shape)}")
-        self._reduced_right = dict(right)
+        self._keep_result(right)
         return {name: self._left[name] @ right[name].T for name in self._own_right}
 
     def commit(self) -> None:
         """The step was applied: keep the error and the new Q. Nothing happens before `result`, or a second time."""
         for name, reduced in self._reduced_right.items():
-            self._state.error[name] = self._wanted[name] - self._left[name] @ self._own_right[name].T
+            self._state.error[name] = self._error(name)
             if bool(reduced.any()):  # a gradient of zeros says nothing about the next one
                 self._state.right[name] = _normalised(reduced)
         self._reduced_right = {}
+
+    def _keep_result(self, right: Matrices) -> None:
+        for name, own in self._own_right.items():
+            if right[name].shape != own.shape:
+                raise CodecError(f"{name}: a right factor has shape {tuple(right[name].shape)}")
+        self._reduced_right = dict(right)
+
+    def _error(self, name: str) -> torch.Tensor:
+        """What this peer's part of the gradient lacks of what it wanted (rows, columns)."""
+        return self._wanted[name] - self._left[name] @ self._own_right[name].T
 
 
 def orthonormal_left(summed: Matrices) -> dict[str, torch.Tensor]:

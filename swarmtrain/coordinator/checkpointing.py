@@ -43,7 +43,7 @@ def codecs_remember(manifest: Manifest) -> bool:
     pair = codec_pair(manifest)
     specs = {Direction.FORWARD: pair.forward, Direction.BACKWARD: pair.backward}
     encoders = [make_encoder(spec, boundary=0, direction=way) for way, spec in specs.items()]
-    return any(encoder.scope.remembers for encoder in encoders) or gradient_spec(manifest).kind in ("topk", "powersgd")
+    return any(encoder.scope.remembers for encoder in encoders) or gradient_spec(manifest).remembers
 
 
 class Checkpoints:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from swarmtrain.model.layout import GRAM, StagePlan, TensorSpec, plan_stages
 from swarmtrain.model.memory import check_memory, does_not_fit, free_bytes
-from swarmtrain.model.reduce_bytes import is_factored
+from swarmtrain.model.reduce_bytes import factor_rank
 from swarmtrain.run.manifest import Manifest
 
 _ALIGNMENT = 16  # elements: 64 bytes of fp32
@@ -83,8 +83,7 @@ class StateLayout:
             self.buffers.append(BufferSpec("basis", d * manifest.boundary.k, dtype))
         if self.tracks:
             self.buffers.append(BufferSpec("gram", d * d, torch.float64))
-        self.powersgd_rank = manifest.powersgd_rank
-        self.factored = [slot for slot in self.slots if self._is_factored(slot)]
+        self.factored = [slot for slot in self.slots if self.rank_of(slot)]
         if self.factored:
             self.buffers.append(BufferSpec("right_factors", self.right_elements, torch.float32))
         self.is_delayed = manifest.schedule.delay > 0
@@ -99,13 +98,12 @@ class StateLayout:
 
     @property
     def right_elements(self) -> int:
-        """Of all right factors that PowerSGD keeps for this stage."""
-        return sum(self.powersgd_rank * slot.spec.shape[1] for slot in self.factored)
+        """Of all right factors that the gradient codec keeps for this stage."""
+        return sum(self.rank_of(slot) * slot.spec.shape[1] for slot in self.factored)
 
-    def _is_factored(self, slot: Slot) -> bool:
-        """Whether PowerSGD sends this matrix as two factors."""
-        is_own = self.powersgd_rank > 0 and slot.offset >= self.num_fused
-        return is_own and is_factored(slot.spec, self.powersgd_rank)
+    def rank_of(self, slot: Slot) -> int:
+        """Of the two factors that the gradient of this matrix travels as; 0 if it travels exactly."""
+        return factor_rank(self.manifest, slot.spec) if slot.offset >= self.num_fused else 0
 
     @property
     def gradient_size(self) -> int:

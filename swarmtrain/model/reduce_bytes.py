@@ -23,11 +23,16 @@ _TOPK_MEAN = 2 / _TOPK_CHUNK
 _TOPK_SUM_KEPT = 4  # times as many values are kept of a sum
 _BITS = 1 / 8  # bytes: one for every number, which says whether it is there
 
+_LOWRANK_NUMBER = 4 / 8  # of a factor
+_LOWRANK_SCALES = 2 * 2  # of one column of both factors
+_LOWRANK_LARGEST = 1 << 24  # bytes of a factor: it travels as one message
+
 # Of a group's sum (reduce/totals.py): as wide as its largest and its finest number need, so these are typical.
 _EXACT_SUM = EXACT_SHARE + 1
 _FP32_SUM = 9
 _BF16_SUM = 5
 _INT8_SUM = 7
+_LOWRANK_SUM = 7
 _TOPK_SUM = 7  # of a number that a member sent; where none did, a bit says so
 _TYPICAL_GROUP = 24
 
@@ -78,13 +83,15 @@ def reduce_bytes(manifest: Manifest, plan: StagePlan) -> ReduceBytes:
     own = plan.num_parameters - fused
     if plan.is_last and manifest.boundary.track_every:
         own += manifest.model.hidden_size**2  # the Gram matrix
-    if rank := manifest.powersgd_rank:
+    if manifest.powersgd_rank or manifest.lowrank_budget:
         factored = [
-            spec for spec in plan.tensors if is_factored(spec, rank) and not (is_tied and spec.name == EMBEDDING)
+            spec for spec in plan.tensors if factor_rank(manifest, spec) and not (is_tied and spec.name == EMBEDDING)
         ]
-        in_factors = rank * sum(sum(spec.shape) for spec in factored)
         others = own - sum(spec.num_elements for spec in factored)
-        return exact.times(fused + others).plus(ReduceBytes(2 * _FP32, _FP32_SUM + _FP32).times(in_factors))
+        in_factors = sum(factor_bytes(manifest, spec, factor_rank(manifest, spec)) for spec in factored)
+        num_sums = sum(factor_rank(manifest, spec) * sum(spec.shape) for spec in factored)
+        sums = num_sums * (_LOWRANK_SUM if manifest.lowrank_budget else _FP32_SUM)
+        return exact.times(fused + others).plus(ReduceBytes(2 * in_factors, sums + in_factors))
     each = {
         "bf16": ReduceBytes(2 * _BF16, _BF16_SUM + _BF16),
         "int8": ReduceBytes(2 * _INT8, _INT8_SUM + _INT8),
@@ -102,9 +109,23 @@ def _topk_bytes(kept: float) -> ReduceBytes:
     return ReduceBytes(kept * _TOPK_KEPT + _TOPK_MEAN + answer, sent_by_some * _TOPK_SUM + _BITS + answer)
 
 
-def is_factored(spec: TensorSpec, rank: int) -> bool:
-    """Whether PowerSGD sends this matrix as two factors: they must take at most half of its numbers."""
+def factor_rank(manifest: Manifest, spec: TensorSpec) -> int:
+    """The rank of the two factors that this matrix travels as; 0 if it travels exactly.
+
+    PowerSGD's factors must take at most half of its numbers, lowrank's as many bytes as `reduce.codec` says.
+    """
     if len(spec.shape) != 2:
-        return False
+        return 0
     rows, columns = spec.shape
-    return 2 * rank * (rows + columns) <= rows * columns
+    if budget := manifest.lowrank_budget:
+        affordable = int(budget / 1000 * rows * columns / factor_bytes(manifest, spec, 1))
+        return min(affordable, rows, columns, int(_LOWRANK_LARGEST / (max(rows, columns) * _LOWRANK_NUMBER)))
+    rank = manifest.powersgd_rank
+    return rank if 2 * rank * (rows + columns) <= rows * columns else 0
+
+
+def factor_bytes(manifest: Manifest, spec: TensorSpec, rank: int) -> float:
+    """Of both factors of a matrix, in one direction."""
+    if manifest.lowrank_budget:
+        return rank * (sum(spec.shape) * _LOWRANK_NUMBER + _LOWRANK_SCALES)
+    return rank * sum(spec.shape) * _FP32

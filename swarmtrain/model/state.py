@@ -177,7 +177,7 @@ class StageState:
         start = 0
         for slot in self.layout.factored:
             assert self.right_factors is not None
-            shape = (slot.spec.shape[1], self.layout.powersgd_rank)
+            shape = (slot.spec.shape[1], self.layout.rank_of(slot))
             factor = draw_normal(self.manifest.run.seed, f"right_factor.{slot.spec.name}", shape)
             self.right_factors[start : start + factor.numel()] = factor.reshape(-1)
             start += factor.numel()

@@ -69,7 +69,7 @@ class Attempt:
         self._received_before = 0
         layout, spec = stage.layout, stage.coder.spec
         self._num_fused = layout.num_fused if prepare.fused else 0
-        self._factors = spec.kind == "powersgd" and prepare.compress and bool(layout.factored)
+        self._factors = spec.in_factors and prepare.compress and bool(layout.factored)
 
     def start(self, work: Coroutine[Any, Any, Prepared | Unprepared]) -> None:
         """Its way through prepare, as a task: callers come and go."""
@@ -167,7 +167,7 @@ class Attempt:
         await reduction.run(out)
 
     async def _reduce_factors(self, own: Tensor | None) -> Reduced:
-        """PowerSGD: left factors first, everything else once they are known."""
+        """In factors: left ones first, everything else once they are known."""
         node, stage = self._node, self._stage
         factors = await stage.factors(own)
         share = await stage.left_factors(factors)

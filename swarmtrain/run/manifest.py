@@ -83,7 +83,7 @@ class WireSection:
 class ReduceSection:
     """How the replicas of a stage add up their gradients."""
 
-    codec: str = key("none, bf16, int8, topk64 or powersgd32", default="none", pattern=r"[a-z0-9]{1,16}")
+    codec: str = key("none, bf16, int8, topk64, powersgd32 or lowrank100", default="none", pattern=r"[a-z0-9]{1,16}")
     selective: bool = key("compress only in stages whose all-reduce would end last", default=False)
 
 
@@ -199,6 +199,12 @@ class Manifest:
     def powersgd_rank(self) -> int:
         """Of reduce.codec = powersgdR; 0 for every other codec. Its right factors are part of the stages' state."""
         found = re.fullmatch(r"powersgd([1-9]\d{0,3})", self.reduce.codec, re.ASCII)
+        return int(found[1]) if found else 0
+
+    @property
+    def lowrank_budget(self) -> int:
+        """Of reduce.codec = lowrankB: thousandths of a byte per number of a matrix; 0 for every other codec."""
+        found = re.fullmatch(r"lowrank([1-9]\d{0,3})", self.reduce.codec, re.ASCII)
         return int(found[1]) if found else 0
 
     def is_checkpoint(self, step: int) -> bool:

@@ -4,6 +4,8 @@
     subspace8-tracked50-rate2                        with the subspace moved every 50 steps, at this boundary.track_rate
     projected4-lr0.5  dense-steps60                  with half the learning rate; with a schedule of 60 steps
     subspace8-muon0.02  dense-adamw4e-3              with this optimizer, at this learning rate
+    subspace8-lowrank100  dense-int8                 gradients reduced with this codec
+    subspace8-lowrank100-replicas2                   … of two peers in each stage
     fp16  quant4  topk10  ef21-topk10  lowrank8-lep  codecs (docs/codecs.md), on a dense boundary
     quant4/quant8                                    forward and backward apart
     subspace+quant8  learned16+quant4/quant8         a codec on another boundary
@@ -21,16 +23,24 @@ from swarmtrain.boundary import codec_pair
 from swarmtrain.codec import parse_pair
 from swarmtrain.codec.errors import CodecSpecError
 from swarmtrain.errors import UsageError
+from swarmtrain.reduce.coding import gradient_spec
 from swarmtrain.run.manifest import OPTIMIZER_KINDS, Manifest, parse_manifest
 
 _KIND = re.compile(r"(dense|subspace|projected|learned|matched)(\d{1,5})?((?:-[a-z]+[0-9.]+(?:e-\d)?)*)", re.ASCII)
-_CHANGE = re.compile(r"-(?:(tracked|steps)(\d{1,6})|(rate|lr|muon|adamw)(\d{1,4}(?:\.\d{1,6})?(?:e-\d)?))", re.ASCII)
+_CHANGE = re.compile(
+    r"-(?:(tracked|steps|replicas|bf|int|topk|powersgd|lowrank)(\d{1,6})"
+    r"|(rate|lr|muon|adamw)(\d{1,4}(?:\.\d{1,6})?(?:e-\d)?))",
+    re.ASCII,
+)
+_REDUCE_CODECS = ("bf", "int", "topk", "powersgd", "lowrank")  # before their number
+_MAX_REPLICAS = 64
 _EVERY = re.compile(r"(.*:(?:.*,)?critical)@(\d{1,6})", re.ASCII)
 _OPTION = re.compile(r"(carry|critical(@\d+)?|(group|values|factors|key)=[a-z0-9]+)", re.ASCII)
 _ALLOWED = (
     "a method is dense, subspace, projected, learned or matched (a number after it is k; -trackedN moves the subspace "
     "every N steps, -rateX that far; -lrX multiplies the learning rate, -stepsN trains N steps, -muonX and -adamwX "
-    "train with that optimizer at the learning rate X), a codec as in quant4 or "
+    "train with that optimizer at the learning rate X, -int8, -topkN, -powersgdN, -lowrankN reduce gradients with that "
+    "codec, -replicasN with N peers in each stage), a codec as in quant4 or "
     "quant4/quant8, or both joined by +; a codec with :critical may end in @N"
 )
 
@@ -48,6 +58,8 @@ class Method:
     learning_rate: float | None  # None: as in the manifest
     lr_factor: float  # times that learning rate
     steps: int | None  # None: as in the manifest
+    reduce_codec: str | None  # None: as in the manifest
+    num_replicas: int  # peers in each stage
     match_parameters: bool
     forward: str
     backward: str
@@ -84,11 +96,13 @@ class Method:
             run=replace(manifest.run, seed=seed),
             boundary=boundary,
             wire=replace(manifest.wire, forward=self.forward, backward=self.backward),
+            reduce=replace(manifest.reduce, codec=self.reduce_codec or manifest.reduce.codec),
             # A checkpoint makes codecs forget what they hold (so that a resumed run equals an uninterrupted one).
             checkpoint=replace(manifest.checkpoint, every=0),
         )
         checked = parse_manifest(changed.canonical())
         codec_pair(checked)
+        gradient_spec(checked)
         return checked
 
 
@@ -117,6 +131,12 @@ def parse_method(text: str) -> Method:
     if len(optimizers) > 1:
         raise UsageError(f"method {text!r}: a method has one optimizer", fix=_ALLOWED)
     optimizer = optimizers[0] if optimizers else None
+    reduce_codecs = [f"{word}{changes[word]:.0f}" for word in _REDUCE_CODECS if word in changes]
+    if len(reduce_codecs) > 1:
+        raise UsageError(f"method {text!r}: a method has one gradient codec", fix=_ALLOWED)
+    num_replicas = int(changes.get("replicas", 1))
+    if not 1 <= num_replicas <= _MAX_REPLICAS:
+        raise UsageError(f"method {text!r}: -replicas takes 1 to {_MAX_REPLICAS}", fix=_ALLOWED)
     every = int(scheduled[2]) if scheduled else 1
     if every < 1:
         raise UsageError(f"method {text!r}: @ counts steps from 1", fix=_ALLOWED)
@@ -130,6 +150,8 @@ def parse_method(text: str) -> Method:
         learning_rate=changes[optimizer] if optimizer else None,
         lr_factor=changes.get("lr", 1.0),
         steps=int(changes["steps"]) if "steps" in changes else None,
+        reduce_codec=reduce_codecs[0] if reduce_codecs else None,
+        num_replicas=num_replicas,
         match_parameters=boundary == "matched",
         forward=str(pair.forward),
         backward=str(pair.backward),

@@ -16,6 +16,7 @@ from swarmtrain.run.manifest import Manifest
 from swarmtrain.study.critical import SeldomCriticalBoundary
 from swarmtrain.study.links import TokenCosts
 from swarmtrain.study.methods import Method
+from swarmtrain.study.replicas import ReplicatedTrainer
 from swarmtrain.study.results import Point, RunResult, finite, load_result
 
 OnStep = Callable[["Progress"], None]
@@ -100,7 +101,9 @@ class Study:
 
 def train_one(method: Method, seed: int, manifest: Manifest, tell: Callable[[int, float], None]) -> RunResult:
     """One training. A run that diverges is a result as well."""
-    trainer = ReferenceTrainer(manifest)
+    trainer = (
+        ReferenceTrainer(manifest) if method.num_replicas == 1 else ReplicatedTrainer(manifest, method.num_replicas)
+    )
     if method.critical_every > 1:
         trainer.boundaries = [
             SeldomCriticalBoundary(trainer.codecs, boundary.index, method.critical_every)

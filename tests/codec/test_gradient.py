@@ -34,12 +34,29 @@ def flat(kind: str, size: int, seed: int) -> torch.Tensor:
     return numbers(kind, (size,), seed)
 
 
-@pytest.mark.parametrize("text", [*SPECS, "powersgd32"])
+@pytest.mark.parametrize("text", [*SPECS, "powersgd32", "lowrank100", "lowrank1000"])
 def test_names_parse_to_themselves(text: str) -> None:
     assert str(parse_gradient_spec(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "fp32", "topk", "topk0", "topk5000", "powersgd", "powersgd0", "int4", "topk64 "])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "fp32",
+        "topk",
+        "topk0",
+        "topk5000",
+        "powersgd",
+        "powersgd0",
+        "lowrank",
+        "lowrank0",
+        "lowrank1001",
+        "topk064",
+        "int4",
+        "topk64 ",
+    ],
+)
 def test_other_names_are_usage_errors(text: str) -> None:
     with pytest.raises(CodecSpecError) as caught:
         parse_gradient_spec(text)

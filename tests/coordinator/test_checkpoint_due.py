@@ -53,6 +53,7 @@ def test_one_that_failed_is_made_up_for_at_once(failing: Any, lossy: str) -> Non
         "wire.backward=lowrank2",
         "wire.backward=lowrank2-lep:critical",
         "reduce.codec=powersgd2",
+        "reduce.codec=lowrank100",
     ],
 )
 def test_where_codecs_remember_there_is_no_checkpoint_but_where_they_forget(codec: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from swarmtrain.codec.gradient import GradientSpec
 from swarmtrain.peer.attempt import Attempt
 from swarmtrain.peer.identity import PeerIdentity, PeerState
 from swarmtrain.peer.step import StepProtocol
@@ -29,7 +30,7 @@ class Still(StepProtocol):
 
     def __init__(self) -> None:
         layout = SimpleNamespace(gradient_size=1, num_fused=0, factored=())
-        coder = SimpleNamespace(spec=SimpleNamespace(kind="none"))
+        coder = SimpleNamespace(spec=GradientSpec("none"))
         device = SimpleNamespace(check=lambda: None, hangs=False)
         stage = SimpleNamespace(layout=layout, coder=coder, device=device, drop_work=nothing)
         self.identity = PeerIdentity("run", 0, "life", cast(Any, self), self, state=PeerState.SERVING)

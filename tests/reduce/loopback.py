@@ -74,13 +74,19 @@ def bounded(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def reduced_by_all(
-    coders: Sequence[StageCoder], shares: Sequence[torch.Tensor | None], sent: Counter[str] | None = None
+    coders: Sequence[StageCoder],
+    shares: Sequence[torch.Tensor | None],
+    sent: Counter[str] | None = None,
+    *,
+    has_one_owner: bool = False,
 ) -> list[Reduced]:
-    """What every peer of the stage leaves with."""
+    """What every peer of the stage leaves with. The first peer owns a part, or with `has_one_owner` everything."""
     layout = coders[0].layout
     size = stage_elements(layout, compress=True)
     workers = {i for i, share in enumerate(shares) if share is not None}
     roster = entries(len(coders), size, workers)
+    if has_one_owner:
+        roster = tuple(replace(entry, owned=0 if index else size) for index, entry in enumerate(roster))
     prepare = Prepare("run", 1, 0, 3, 1, roster, (), True)
 
     async def one_lane(
@@ -94,7 +100,7 @@ async def reduced_by_all(
         await asyncio.gather(*(group[name(i)].run(out) for i, out in enumerate(outs)))
         return outs
 
-    if coders[0].spec.kind != "powersgd":
+    if not coders[0].spec.in_factors:
         forms = [coder.sliced(compress=True) for coder in coders]
         outs = await one_lane(shares, layout.gradient_size, [form for form, _ in forms])
         return [Reduced(out, commit) for out, (_, commit) in zip(outs, forms, strict=True)]

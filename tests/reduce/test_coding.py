@@ -10,6 +10,7 @@ import torch
 from runs import small
 
 from swarmtrain.errors import ManifestError
+from swarmtrain.model.exact import SUM_LIMIT
 from swarmtrain.model.state import StageState
 from swarmtrain.reduce.all_reduce import AllReduce, Lane
 from swarmtrain.reduce.coding import (
@@ -18,6 +19,7 @@ from swarmtrain.reduce.coding import (
     gradient_spec,
     left_pieces,
     stage_elements,
+    together,
 )
 from swarmtrain.reduce.partition import owned_elements
 from swarmtrain.reduce.selective import PROBE_AFTER, StageCompression
@@ -27,7 +29,7 @@ from swarmtrain.wire.messages import Prepare, RosterEntry
 
 from .loopback import FakeNode, bounded, reduced_by_all
 
-CODECS = ("bf16", "int8", "topk64", "powersgd2")
+CODECS = ("bf16", "int8", "topk64", "powersgd2", "lowrank100")
 NUM_PEERS = 3
 
 
@@ -81,7 +83,38 @@ def test_a_stage_with_one_peer_is_what_the_reference_trainer_computes(codec: str
     bounded(main())
 
 
-@pytest.mark.parametrize("codec", ["topk64", "powersgd2"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_peers_without_a_network_leave_with_what_peers_in_a_network_do(codec: str) -> None:
+    """Where one peer owns everything; the others' shares are rounded on their way."""
+
+    async def main() -> None:
+        here, there = ([StageCoder(state_of(codec)) for _ in range(2)] for _ in range(2))
+        for step in range(3):
+            shares = [gradient(here[0].layout.gradient_size, 2 * step + seed) for seed in range(2)]
+            expected = together(here, shares)
+            found = await reduced_by_all(there, list(shares), has_one_owner=True)
+            assert all(torch.equal(item.gradient, expected.gradient) for item in found)
+            expected.commit()
+            for item in found:
+                item.commit()
+
+    bounded(main())
+
+
+def test_factors_beyond_the_range_of_exact_sums_are_added_up() -> None:
+    coder = StageCoder(state_of("powersgd2"))
+    share = 400.0 * gradient(coder.layout.gradient_size, 1).sign()
+    factors = coder.factors(share)
+    left = factors.left()
+    assert left is not None
+    vector = factors.vector(torch.linalg.qr(left.view(-1, 2)).Q.reshape(-1))
+    assert vector is not None
+    assert float(vector.abs().max()) > SUM_LIMIT
+    found = coder.alone(share).gradient
+    assert bool(torch.isfinite(found).all())
+
+
+@pytest.mark.parametrize("codec", ["topk64", "powersgd2", "lowrank100"])
 def test_what_was_left_out_is_sent_later_and_a_failed_attempt_leaves_no_trace(codec: str) -> None:
     tried, straight = StageCoder(state_of(codec)), StageCoder(state_of(codec))
     share = gradient(tried.layout.gradient_size, 1)
@@ -101,13 +134,13 @@ def straight_once(codec: str, share: torch.Tensor) -> torch.Tensor:
     return StageCoder(state_of(codec)).alone(share).gradient
 
 
-@pytest.mark.parametrize("codec", ["topk64", "powersgd2"])
+@pytest.mark.parametrize("codec", ["topk64", "powersgd2", "lowrank100"])
 def test_reset_forgets_the_error(codec: str) -> None:
     coder = StageCoder(state_of(codec))
     share = gradient(coder.layout.gradient_size, 1)
     coder.alone(share).commit()
     fresh = StageCoder(state_of(codec))
-    if codec == "powersgd2":
+    if codec != "topk64":
         right = coder._state.right_factors
         assert right is not None
         fresh_right = fresh._state.right_factors
@@ -151,7 +184,7 @@ def test_right_factors_travel_as_32_bits_and_the_rest_as_whole_grid_steps(owned:
     assert sum(sizes) == 4 * layout.right_elements + 5 * rest  # gradients below 2**-5
 
 
-@pytest.mark.parametrize("codec", ["topk64", "powersgd2"])
+@pytest.mark.parametrize("codec", ["topk64", "powersgd2", "lowrank100"])
 @pytest.mark.parametrize(("pause", "is_used"), [(1, True), (2, True), (3, False)])
 def test_an_error_older_than_two_steps_is_not_used(codec: str, pause: int, is_used: bool) -> None:
     """In between the stage went exactly, or the peer had no work."""
@@ -185,7 +218,9 @@ def test_damaged_shares_and_answers_are_refused(codec: str) -> None:
         form.unpack(raw, 4999)
 
 
-@pytest.mark.parametrize("codec", ["zip", "topk0", "topk5000", "powersgd0", "int4", "bf16x"])
+@pytest.mark.parametrize(
+    "codec", ["zip", "topk0", "topk5000", "powersgd0", "lowrank0", "lowrank1001", "lowrank010", "int4", "bf16x"]
+)
 def test_unknown_codecs_name_the_key(codec: str) -> None:
     with pytest.raises(ManifestError, match=r"reduce\.codec"):
         gradient_spec(small(f"reduce.codec={codec}"))

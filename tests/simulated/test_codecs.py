@@ -224,7 +224,7 @@ def test_messages_of_another_epoch_of_the_subspace_are_refused(simulated: Make) 
     assert not swarm.faults
 
 
-@pytest.mark.parametrize("codec", ["powersgd2", "topk64", "int8"])
+@pytest.mark.parametrize("codec", ["powersgd2", "lowrank100", "topk64", "int8"])
 def test_one_peer_per_stage_reduces_as_the_reference_does(simulated: Make, references: References, codec: str) -> None:
     """With checkpoints on the way: what is left out is forgotten there, by peers and reference alike."""
     swarm = simulated(small(f"reduce.codec={codec}", "checkpoint.every=3"))
@@ -232,7 +232,7 @@ def test_one_peer_per_stage_reduces_as_the_reference_does(simulated: Make, refer
     assert_reference(swarm, references)
 
 
-@pytest.mark.parametrize("codec", every_other(["int8", "bf16", "powersgd2", "topk64"]))
+@pytest.mark.parametrize("codec", every_other(["int8", "bf16", "lowrank100", "powersgd2", "topk64"]))
 def test_replicas_agree_on_compressed_gradients_and_survive_a_death(
     simulated: Make, references: References, codec: str
 ) -> None:

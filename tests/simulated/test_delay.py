@@ -272,10 +272,11 @@ def test_codecs_that_remember_go_on_with_two_steps_open(simulated: Make, referen
     assert_as_good_as_reference(swarm, references)
 
 
+@pytest.mark.parametrize("codec", ["topk64", "lowrank100"])
 def test_one_peer_per_stage_with_a_codec_that_remembers_does_what_the_reference_does(
-    simulated: Make, references: References
+    simulated: Make, references: References, codec: str
 ) -> None:
-    swarm = simulated(delayed("reduce.codec=topk64", "checkpoint.every=3", "schedule.predict=true"))
+    swarm = simulated(delayed(f"reduce.codec={codec}", "checkpoint.every=3", "schedule.predict=true"))
     swarm.start(num_peers=NUM_STAGES)
     assert most_open(swarm) == 2
     assert_reference(swarm, references)

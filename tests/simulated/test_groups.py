@@ -103,7 +103,7 @@ def test_both_ends_of_the_pipeline_add_up_a_tied_embedding_in_several_groups(
     }
 
 
-@pytest.mark.parametrize("codec", every_other(["topk64", "bf16", "int8", "powersgd2"]))
+@pytest.mark.parametrize("codec", every_other(["topk64", "bf16", "lowrank100", "int8", "powersgd2"]))
 def test_groups_agree_on_compressed_gradients(
     simulated: Make, references: References, second_level: SecondLevel, codec: str
 ) -> None:

@@ -116,14 +116,14 @@ def test_tied_embeddings_stay_equal(simulated: Make, references: References, kin
     assert_reference(swarm, references)
 
 
-@pytest.mark.parametrize("codec", every_other(["powersgd2", "bf16", "int8", "topk64"]))
+@pytest.mark.parametrize("codec", every_other(["powersgd2", "bf16", "lowrank100", "int8", "topk64"]))
 def test_one_peer_per_stage_reduces_as_the_reference_does(simulated: Make, references: References, codec: str) -> None:
     swarm = simulated(by_muon(f"reduce.codec={codec}", "checkpoint.every=3"))
     start(swarm, 0, 1, 2)
     assert_reference(swarm, references)
 
 
-@pytest.mark.parametrize("codec", ["int8", "powersgd2"])
+@pytest.mark.parametrize("codec", ["int8", "powersgd2", "lowrank100"])
 def test_replicas_agree_on_compressed_gradients(simulated: Make, references: References, codec: str) -> None:
     """What a share is rounded to depends on who has which microbatches: the loss agrees, the bits need not."""
     swarm = simulated(by_muon(f"reduce.codec={codec}"))

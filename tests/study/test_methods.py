@@ -103,6 +103,10 @@ def test_at_says_how_often_messages_are_critical() -> None:
         "subspace4-foo2",
         "subspace4-muon",
         "subspace4-muon0.02-adamw0.02",
+        "subspace4-int8-topk64",
+        "subspace4-replicas0",
+        "subspace4-replicas65",
+        "subspace4-lowrank",
         "subspac",
         "quant5",
         "subspace+",
@@ -129,6 +133,21 @@ def test_what_is_no_method_is_one_line_that_says_what_is(name: str) -> None:
 def test_a_method_that_does_not_fit_the_model_names_the_key() -> None:
     with pytest.raises(ManifestError, match=r"boundary\.k"):
         parse_method("subspace999").applied_to(preset("nano"), seed=0)
+
+
+@pytest.mark.parametrize("codec", ["int8", "bf16", "topk64", "powersgd4", "lowrank100"])
+def test_gradients_are_reduced_with_the_codec_that_is_named(codec: str) -> None:
+    method = parse_method(f"dense-muon0.02-{codec}-replicas3")
+    assert method.applied_to(preset("nano"), seed=0).reduce.codec == codec
+    assert method.num_replicas == 3
+    plain = parse_method("dense").applied_to(preset("nano", ["reduce.codec=int8"]), seed=0)
+    assert plain.reduce.codec == "int8"
+
+
+@pytest.mark.parametrize("name", ["dense-int7", "dense-topk5000", "dense-lowrank0", "dense-bf8"])
+def test_a_gradient_codec_that_there_is_not_names_the_key(name: str) -> None:
+    with pytest.raises(ManifestError, match=r"reduce\.codec"):
+        parse_method(name).applied_to(preset("nano"), seed=0)
 
 
 def test_options_of_a_codec_may_hold_commas() -> None:

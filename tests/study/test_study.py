@@ -49,6 +49,15 @@ def test_a_training_of_the_study_is_the_reference_trainer_s(finished: Study) -> 
         assert [point.val_loss for point in result.points] == [r.val_loss for r in reports if r.val_loss is not None]
 
 
+def test_several_peers_in_a_stage_are_one_where_sums_are_exact_and_others_where_they_are_not(tmp_path: Path) -> None:
+    names = "dense,dense-replicas2,dense-lowrank100,dense-lowrank100-replicas2,dense-lowrank100-replicas1"
+    results = {item.method: item.train_loss for item in study(tmp_path, names, seeds=1).train(ignore)}
+    one, exact, coded, apart, same = results.values()
+    assert exact == one
+    assert coded == same
+    assert len({one, coded, apart}) == 3
+
+
 def test_all_methods_of_a_seed_train_on_the_same_tokens(finished: Study) -> None:
     for seed in (7, 8):
         manifests = [manifest for _, its_seed, manifest in finished.runs() if its_seed == seed]
