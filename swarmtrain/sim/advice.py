@@ -12,7 +12,8 @@ from swarmtrain.sim.plan import Forecast, forecast
 from swarmtrain.sim.profiles import MAX_MACHINES, PeerProfile
 
 # From the least loss to the fewest bytes. Not topk: it costs far more loss than these.
-CODECS = ("bf16", "int8", "powersgd32", "powersgd8")
+CODECS = ("bf16", "int8", "lowrank100", "lowrank40")
+FACTORS = ("powersgd", "lowrank")  # codecs of matrices: all else travels exactly
 WIRE_CODEC = "quant8"
 GOOD_SHARE = 0.8  # of a step in which the weakest stage works
 _WORTH = 1.05  # times the tokens per second
@@ -105,7 +106,7 @@ def _codec(manifest: Manifest, profiles: Profiles, found: Forecast) -> Change | 
     """The mildest codec with which steps mostly work, else the one with most tokens per second."""
     best: Change | None = None
     for codec in CODECS:
-        if manifest.boundary.track_every and not codec.startswith("powersgd"):
+        if manifest.boundary.track_every and not codec.startswith(FACTORS):
             continue  # it would round the statistics that tracking needs
         changed = replace(manifest, reduce=replace(manifest.reduce, codec=codec))
         tried = _forecast_with(changed, profiles)

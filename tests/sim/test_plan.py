@@ -259,7 +259,7 @@ def test_every_arrival_fetches_a_state() -> None:
             128.0,
             r"^112 of 128 machines are better left out: .*: set reduce\.codec = \w+ \(.*batch\.micro",
         ),
-        (["boundary.track_every=100", "reduce.codec=none"], 128.0, r"set reduce\.codec = powersgd"),
+        (["boundary.track_every=100", "reduce.codec=none"], 128.0, r"set reduce\.codec = lowrank"),
         (
             ["stages.count=4", "microbatches_per_step=8192"],
             8.0,
