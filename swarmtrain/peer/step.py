@@ -272,7 +272,8 @@ class StepProtocol:
         self._decisions[apply.step] = apply
         if self._clock.step == apply.step and self._may_follow:
             await self.catch_up()
-        return self.last_applied or Applied(0, "")
+        # The state with which it began to listen may have this number, and be of a history that was taken back.
+        return (self.last_applied if self._may_follow else None) or Applied(0, "")
 
     async def catch_up(self) -> None:
         """Apply the decisions that a listener has heard, as far as they follow each other."""

@@ -11,11 +11,11 @@ import pytest
 from swarmtrain.codec.gradient import GradientSpec
 from swarmtrain.peer.attempt import Attempt
 from swarmtrain.peer.identity import PeerIdentity, PeerState
-from swarmtrain.peer.step import StepProtocol
+from swarmtrain.peer.step import Ready, StepProtocol
 from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.presets import preset
-from swarmtrain.wire.messages import Code, Prepare, Prepared, RosterEntry, Unprepared
+from swarmtrain.wire.messages import Applied, Apply, Code, Prepare, Prepared, RosterEntry, Unprepared
 
 ENDED = Prepared(1.0, "sum", "")
 ROSTER = (RosterEntry("p", "life", b"", 1),)
@@ -116,5 +116,22 @@ def test_a_peer_that_begins_to_fetch_its_state_begins_no_attempt_of_its_former_l
         await forgetting
         assert await refusal_of(first) == await refusal_of(second) == await refusal_of(third) == Code.AHEAD
         assert steps.attempts._current is None
+
+    asyncio.run(asyncio.wait_for(main(), 20.0))
+
+
+def test_a_newcomer_says_nothing_of_the_state_with_which_it_began_to_listen() -> None:
+    """That one may have the number to which a decision leads, and be of a history that was taken back."""
+
+    async def main() -> None:
+        steps = Still()
+        steps.identity.become(PeerState.SYNCING)
+        await steps._clock.enter(3)
+        steps.last_applied = Applied(3, "taken back")
+        steps._ready[2] = Ready(cast(Any, None), "sum", frozenset())
+        told = Apply("run", 1, 2, "sum", 1.0, 0.1, snapshot=False, basis="", basis_donors=())
+        assert await steps.apply(told, cast(Any, steps.exchange(1))) == Applied(0, "")
+        steps._may_follow = True  # a state was fetched since
+        assert await steps.apply(told, cast(Any, steps.exchange(1))) == steps.last_applied
 
     asyncio.run(asyncio.wait_for(main(), 20.0))

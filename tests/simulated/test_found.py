@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from swarmtrain.run.manifest import Manifest
+from swarmtrain.simulated.command import run_schedule
 from swarmtrain.simulated.judge import References
+from swarmtrain.simulated.schedule import Fault, Schedule
 from swarmtrain.simulated.swarm import SimulatedSwarm
 
 from .scenes import (
@@ -157,3 +159,19 @@ def test_work_that_waits_for_another_stage_when_its_peer_moves_is_refused(
         peer.process.resume()
     assert_as_good_as_reference(swarm, references)
     assert mover.has("phase_reached", phase="moving")
+
+
+def test_a_newcomer_that_hears_a_decision_does_not_answer_with_a_state_that_was_taken_back() -> None:
+    """Seed 710373. The peer came back with the state of step 3 from before a roll-back to step 0. It listened, and was
+    told the third decision before it had fetched a state."""
+    faults = (
+        Fault("drain", 0, 0.079, "peer2", length_s=7.752),
+        Fault("kill", 1, 0.0, "peer2", length_s=1.294),
+        Fault("power-loss", 3, 0.0, "peer1", length_s=4.591),
+        Fault("one-way", 3, 0.3134, "coordinator", "peer1", length_s=3.8126),
+    )
+    run = ("stages.count=2", "model.num_layers=2", "batch.microbatches_per_step=3", "schedule.steps=4")
+    codecs = ("wire.forward=quant8", "wire.backward=lowrank2-lep", "checkpoint.every=3")
+    result = run_schedule(Schedule(710373, (*run, *codecs), 3, faults, (0.25, 0.1, 0.5), 0.001, is_exact=False))
+    assert result.num_faults == len(faults)
+    assert result.failures == ()
