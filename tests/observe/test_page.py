@@ -119,6 +119,16 @@ def test_the_check_of_accessibility_sees_planted_faults(browser: Browser, fault:
     assert browser.evaluate(FAULTS) == []
 
 
+def test_a_long_wait_for_an_all_reduce_is_told_on_a_phone_without_widening_the_page(browser: Browser) -> None:
+    browser.look(360, 740, phone=True)
+    browser.wait("innerWidth === 360", timeout_s=10 * PATIENCE)
+    told = "document.querySelector('#split-text .sentence')"
+    browser.wait(f"{told} !== null", timeout_s=30 * PATIENCE)  # without a delay every step waits
+    with_hours = "waits for the all-reduce of stage 1023: 12345.6 of 23456.7 s"
+    widened = f"(() => {{ {told}.textContent = '{with_hours}'; return document.documentElement.scrollWidth > 360; }})()"
+    assert browser.evaluate(widened) is False
+
+
 @with_axe
 @pytest.mark.parametrize(("width", "height", "phone"), SIZES)
 @pytest.mark.parametrize("dark", [False, True])

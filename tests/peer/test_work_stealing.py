@@ -67,7 +67,7 @@ class Wire:
 
 def parts(manifest: Manifest, compute: ComputeThread, wire: Wire) -> Parts:
     made = parts_of(manifest, 1, wire, compute)
-    made.peer.contact_at = asyncio.get_running_loop().time()
+    made.peer.contact_at = asyncio.get_running_loop().time() + 3600.0  # however long a loaded machine takes
     made.peer.siblings = OTHERS
     return made
 

@@ -59,6 +59,7 @@ function showTime() {
   const whole = split ? split.lease_s + split.reduce_s + split.apply_s : 0;
   if (split && split.waited_s > WORTH_TELLING * whole) {
     const waits = document.createElement("span");
+    waits.className = "sentence";
     waits.textContent = `waits for the all-reduce of stage ${split.slowest_stage}: ${split.waited_s.toFixed(1)} of ${whole.toFixed(1)} s`;
     $("split-text").append(waits);
   }
