@@ -48,6 +48,7 @@ from swarmtrain.simulated.network import Network
 
 MEMORY_BYTES = 8 << 30  # the memory limit of each peer
 WAIT_S = 600.0
+FIRST_STRANGER = 10_000  # the number of their first machine
 
 
 @dataclass
@@ -128,6 +129,7 @@ class SimulatedSwarm:
         self.faults: list[str] = []  # violations: events that must never happen
         self.lives: dict[str, Life] = {}
         self._by_address: dict[str, SimulatedMachine] = {}
+        self._strangers: list[SimulatedMachine] = []  # machines of nobody's daemons (stranger.py)
         self._step, self._is_over = 0, False
         self._invite = ""
         self._is_closed = False
@@ -155,6 +157,9 @@ class SimulatedSwarm:
         for life in self.lives.values():
             if life.machine.process is not None:
                 life.machine.process.kill()
+        for machine in self._strangers:
+            if machine.process is not None:
+                machine.process.kill()
         logging.getLogger("swarmtrain").removeHandler(self._handler)
         with _silence():
             self._bury()
@@ -174,6 +179,8 @@ class SimulatedSwarm:
         for life in self.lives.values():
             life.daemon = None
             life.machine.process = None
+        for machine in self._strangers:
+            machine.process = None
         self.network.hosts.clear()
         self.network.streams.clear()
         self.network.pipes.clear()
@@ -298,6 +305,15 @@ class SimulatedSwarm:
             machine = SimulatedMachine(name, len(self.lives) + 1, self.network, self.seed, self._by_address, state_dir)
             life = self.lives[name] = Life(self, machine, state_dir, stage)
         return life
+
+    def stranger_machine(self, name: str) -> SimulatedMachine:
+        """A machine for a process that is no daemon of this project."""
+        state_dir = self.root / f"stranger-{name}"
+        state_dir.mkdir(parents=True, exist_ok=True)
+        number = FIRST_STRANGER + len(self._strangers)
+        machine = SimulatedMachine(name, number, self.network, self.seed, self._by_address, state_dir)
+        self._strangers.append(machine)
+        return machine
 
     def _faults(self, life: Life) -> Faults:
         def strike(action: Action) -> None:
