@@ -164,12 +164,11 @@ class ReferenceTrainer:
         gradient: Tensor | None = None
         for index in reversed(range(len(self.workers))):
             done = passes.pop()
-            gradients = self.workers[index].backward(done, gradient)
-            self.workers[index].accumulate(gradients)
+            upstream = self.workers[index].backward_into_sum(done, gradient)
             if index > 0:
-                assert gradients.boundary is not None
+                assert upstream is not None
                 gradient, _ = self.boundaries[index - 1].cross(
-                    gradients.boundary, Direction.BACKWARD, t, i, masks[index - 1], samples
+                    upstream, Direction.BACKWARD, t, i, masks[index - 1], samples
                 )
                 assert done.boundary is not None
                 self.boundaries[index - 1].watch(done.boundary)

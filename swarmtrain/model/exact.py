@@ -8,7 +8,7 @@ any order, grouping, replay or subtraction gives the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 
 import torch
@@ -49,7 +49,14 @@ class ExactSum:
 
         Either all of it is added or, when a value is not finite or leaves the grid, `DivergedError` and nothing.
         """
-        largest = largest_of(gradients, VALUE_LIMIT)
+        step = self.reserve(largest_of(gradients, VALUE_LIMIT))
+        for offset, gradient in zip(offsets, gradients, strict=True):
+            if gradient is not None:
+                self.put(offset, gradient, sign)
+        self.capacity_used += step
+
+    def reserve(self, largest: float) -> float:
+        """What a microbatch whose largest magnitude this is takes of the capacity. `DivergedError` if none is left."""
         step = largest + 2.0**GRID_EXPONENT  # rounding to the grid may have raised it
         if self.capacity_used + step > SUM_LIMIT:
             # The bound takes every microbatch for the worst one; the total itself is mostly far smaller.
@@ -59,10 +66,11 @@ class ExactSum:
                 f"gradients add up to {self.capacity_used + step:g}, beyond the exact range of {SUM_LIMIT:g}",
                 fix='lower the learning rate, or set batch.accumulate = "float"',
             )
-        for offset, gradient in zip(offsets, gradients, strict=True):
-            if gradient is not None:
-                self._add_flat(self.total[offset : offset + gradient.numel()], gradient.reshape(-1), sign)
-        self.capacity_used += step
+        return step
+
+    def put(self, offset: int, gradient: Tensor, sign: int = 1) -> None:
+        """Add one tensor that was checked, and for which capacity was reserved."""
+        self._add_flat(self.total[offset : offset + gradient.numel()], gradient.reshape(-1), sign)
 
     def _add_flat(self, into: Tensor, values: Tensor, sign: int) -> None:
         for start in range(0, values.numel(), _CHUNK):
@@ -97,10 +105,48 @@ class FloatSum:
         largest_of(gradients, math.inf)
         for offset, gradient in zip(offsets, gradients, strict=True):
             if gradient is not None:
-                self.total[offset : offset + gradient.numel()].add_(gradient.reshape(-1), alpha=sign)
+                self.put(offset, gradient, sign)
+
+    def put(self, offset: int, gradient: Tensor, sign: int = 1) -> None:
+        """Add one tensor that was checked."""
+        self.total[offset : offset + gradient.numel()].add_(gradient.reshape(-1), alpha=sign)
 
 
 Accumulator = ExactSum | FloatSum
+
+
+class Addition:
+    """One microbatch's gradients, added one by one: each may be freed before the next one is computed.
+
+    The same bits as `add` of all of them. `added` says which are in the sum when one cannot be added: whoever goes on
+    must take these out again (`cancel`), and for that compute them again.
+    """
+
+    def __init__(self, total: Accumulator, sign: int = 1) -> None:
+        self._total, self._sign = total, sign
+        self._capacity = 0.0  # reserved for this microbatch
+        self.added: list[int] = []  # offsets
+
+    def add(self, offset: int, gradient: Tensor) -> None:
+        """Add one. `DivergedError`, and this one not added, if a value is not finite or leaves the grid."""
+        total = self._total
+        if isinstance(total, ExactSum):
+            largest = largest_of([gradient], VALUE_LIMIT)
+            total.capacity_used -= self._capacity
+            needed = total.reserve(largest)
+            self._capacity = max(self._capacity, needed)
+            total.capacity_used += self._capacity
+        else:
+            largest_of([gradient], math.inf)
+        total.put(offset, gradient, self._sign)
+        self.added.append(offset)
+
+    def cancel(self, gradients: Mapping[int, Tensor]) -> None:
+        """Take out again what was added of `gradients`, which have the bits that they had before. By offset."""
+        for offset in self.added:
+            if offset in gradients:
+                self._total.put(offset, gradients[offset], -self._sign)
+        self.added.clear()
 
 
 def make_accumulator(kind: str, size: int, device: torch.device | str = "cpu") -> Accumulator:

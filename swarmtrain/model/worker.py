@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.adamw import apply_adamw, project_gradient
-from swarmtrain.model.exact import Accumulator, squared_norm
+from swarmtrain.model.exact import Accumulator, Addition, squared_norm
 from swarmtrain.model.layout import EMBEDDING
 from swarmtrain.model.muon import apply_muon
 from swarmtrain.model.state import StageState, Weights
@@ -112,6 +113,12 @@ class StageWorker:
 
     def backward(self, done: Pass, gradient: Tensor | None) -> Gradients:
         """Gradients of a microbatch. `gradient` is that of the output; None on the last stage. Changes nothing."""
+        upstream, own = self._gradients(done, gradient)
+        _check_upstream(upstream)
+        return Gradients(upstream, own)
+
+    def _gradients(self, done: Pass, gradient: Tensor | None) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Of what came in, and of the stage's own tensors."""
         if not self.state.plan.is_last:
             assert gradient is not None
         gram: list[Tensor | None] = []
@@ -122,17 +129,36 @@ class StageWorker:
         if done.exit_state is not None:
             gram = [self._gram(found.pop())]
         upstream = found.pop(0) if done.boundary is not None else None
-        if upstream is not None and not bool(torch.isfinite(upstream).all()):
-            raise DivergedError("the gradient for the upstream stage is not finite: training diverged")
-        return Gradients(upstream, [*found, *gram])
+        return upstream, [*found, *gram]
 
     def accumulate(self, gradients: Gradients, step: int | None = None, *, sign: int = 1) -> None:
         """Add a microbatch's gradients to its step's sum, or with sign -1 subtract them again, exactly."""
+        self._own_sum(self.state.step if step is None else step).add(
+            self.state.gradient_offsets, gradients.own, sign=sign
+        )
+
+    def backward_into_sum(
+        self, done: Pass, gradient: Tensor | None, step: int | None = None, *, sign: int = 1
+    ) -> Tensor | None:
+        """`backward` and `accumulate` in one: each gradient goes as soon as it is added. The same bits.
+
+        Returns the gradient for the upstream stage. When it fails, the sum is as it was before.
+        """
         step = self.state.step if step is None else step
-        if step in self._lent:
-            self._lent.discard(step)
-            self._sums[step] = self._sums[step].copied()
-        self.sum_of(step).add(self.state.gradient_offsets, gradients.own, sign=sign)
+        addition = self._addition(step, sign)
+        try:
+            upstream = self._add_as_they_come(done, gradient, addition)
+            _check_upstream(upstream)
+        except BaseException:
+            self._cancel(addition, done, gradient, step)
+            raise
+        return upstream
+
+    def take_back(self, done: Pass, gradient: Tensor | None, step: int) -> None:
+        """Take a microbatch's gradients out of its step's sum again; they are computed again from what came in."""
+        addition = self._addition(step, 1)
+        addition.added = list(self.state.gradient_offsets)
+        self._cancel(addition, done, gradient, step)
 
     def reduced_sum(self) -> Tensor:
         """The sum of all microbatches, rounded once to the state's precision, as an all-reduce of one peer."""
@@ -199,6 +225,52 @@ class StageWorker:
         if state.gram is not None:
             state.gram.zero_()
 
+    def _own_sum(self, step: int) -> Accumulator:
+        """A step's sum, to be changed: a copy, if others read it."""
+        if step in self._lent:
+            self._lent.discard(step)
+            self._sums[step] = self._sums[step].copied()
+        return self.sum_of(step)
+
+    def _addition(self, step: int, sign: int) -> Addition:
+        return Addition(self._own_sum(step), sign)
+
+    def _add_as_they_come(self, done: Pass, gradient: Tensor | None, addition: Addition) -> Tensor | None:
+        """Backward; returns the gradient of what came in. Hooks see a parameter's gradient when it is complete."""
+        if not self.state.plan.is_last:
+            assert gradient is not None
+        offsets = self.state.gradient_offsets
+        exits: list[Tensor] = []
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(_add_and_free, addition, offset))
+            for parameter, offset in zip(done.parameters, offsets, strict=False)  # the Gram matrix is none
+        ]
+        if done.exit_state is not None:
+            handles.append(done.exit_state.register_hook(exits.append))
+        inputs = ([done.boundary] if done.boundary is not None else []) + done.parameters
+        try:
+            torch.autograd.backward(done.output, gradient, inputs=inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter in done.parameters:
+                parameter.grad = None
+        if exits:
+            gram = self._gram(exits.pop())
+            assert gram is not None
+            addition.add(offsets[-1], gram)
+        return done.boundary.grad if done.boundary is not None else None
+
+    def _cancel(self, addition: Addition, done: Pass, gradient: Tensor | None, step: int) -> None:
+        """Take out what was added. Its graph is gone, so all is computed again: on the weights of an open step that
+        gives the same bits."""
+        if not addition.added:
+            return
+        again = self.forward(done.tokens, done.boundary, step)
+        own = self._gradients(again, gradient)[1]
+        offsets = self.state.gradient_offsets
+        addition.cancel({offset: item for offset, item in zip(offsets, own, strict=True) if item is not None})
+
     def _output(self, weights: Weights, tokens: Tensor, boundary: Tensor | None) -> Tensor:
         ids, module = tokens[:, :-1], weights.module
         output: Tensor
@@ -213,3 +285,14 @@ class StageWorker:
         if gradient is None:
             return None
         return (gradient.t() @ gradient).mul_(gradient.shape[0]).reshape(-1)
+
+
+def _add_and_free(addition: Addition, offset: int, parameter: Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    addition.add(offset, gradient)
+
+
+def _check_upstream(gradient: Tensor | None) -> None:
+    if gradient is not None and not bool(torch.isfinite(gradient).all()):
+        raise DivergedError("the gradient for the upstream stage is not finite: training diverged")

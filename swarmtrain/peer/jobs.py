@@ -25,7 +25,7 @@ from swarmtrain.model.activations import activations
 from swarmtrain.model.buffers import as_bytes
 from swarmtrain.model.exact import Accumulator
 from swarmtrain.model.state import StageState
-from swarmtrain.model.worker import Gradients, Pass, StageWorker
+from swarmtrain.model.worker import Pass, StageWorker
 from swarmtrain.peer.codecs import StageCodecs
 from swarmtrain.peer.compute import Key
 from swarmtrain.peer.ledger import Entry, Raw, StickyAnswer
@@ -104,7 +104,7 @@ class StageJobs:
             loss = float(done.result)
             if not np.isfinite(loss):
                 raise DivergedError(f"the loss of microbatch ({step}, {entry.microbatch}) is {loss}")
-            return Outcome(self._finish(entry, step, done, self.worker.backward(done, None)), loss)
+            return Outcome(self._finish(entry, step, done, None), loss)
         if len(self._passes) < self.max_graphs:
             self._passes[entry.key] = done
         encoded = self.codecs.encode_output(entry, step, done.result, partner)
@@ -126,7 +126,7 @@ class StageJobs:
             self.num_recomputed += 1
             done = self._pass(entry, step)
         entry.gradient = gradient
-        return Outcome(self._finish(entry, step, done, self.worker.backward(done, decoded)))
+        return Outcome(self._finish(entry, step, done, decoded))
 
     def evaluate(self, tokens: Raw, boundary: Raw, step: int, microbatch: int) -> Outcome:
         """Forward only, with the newest parameters; touches nothing. StaleWork if they have changed meanwhile."""
@@ -265,24 +265,29 @@ class StageJobs:
         self._masks_in[entry.key] = mask
         return self.worker.forward(self.codecs.tokens(entry.tokens), boundary, step)
 
-    def _finish(self, entry: Entry, step: int, done: Pass, gradients: Gradients) -> bytes:
+    def _finish(self, entry: Entry, step: int, done: Pass, gradient: Tensor | None) -> bytes:
+        """Backward into the step's sum; the bytes for upstream. When it fails, nothing was added."""
+        upstream = self.worker.backward_into_sum(done, gradient, step)
         payload = b""
-        if gradients.boundary is not None:
+        if upstream is not None:
             assert done.boundary is not None
             mask = self._masks_in.get(entry.key)
-            encoded = self.codecs.encode_gradient(entry, step, gradients.boundary, done.boundary, mask)
+            try:
+                encoded = self.codecs.encode_gradient(entry, step, upstream, done.boundary, mask)
+            except Exception:
+                self.worker.take_back(done, gradient, step)
+                raise
             payload = encoded.payload
             if encoded.received is not None:
                 entry.sticky = StickyAnswer(payload, encoded.ticket)
                 payload = self.codecs.whole(encoded.received)
-        self.worker.accumulate(gradients, step)
         entry.accumulated = True
         return payload
 
     def _add_again(self, entry: Entry, step: int, *, sign: int) -> None:
         done = self._pass(entry, step)
         gradient = None if self.plan.is_last else self._decode_gradient(entry, step, entry.gradient)
-        self.worker.accumulate(self.worker.backward(done, gradient), step, sign=sign)
+        self.worker.backward_into_sum(done, gradient, step, sign=sign)
         entry.accumulated = sign > 0
 
     def _decode_gradient(self, entry: Entry, step: int, raw: Raw) -> Tensor:
