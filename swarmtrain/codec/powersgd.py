@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,8 +94,13 @@ class PowerSGDRound:
 
     def result(self, right: Matrices) -> dict[str, torch.Tensor]:
         """The reduced gradients P Qᵀ (rows, columns) by name, the same at every peer that uses the same bytes."""
+        return dict(self.results(right))
+
+    def results(self, right: Matrices) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same one by one: so one matrix is there at a time."""
         self._keep_result(right)
-        return {name: self._left[name] @ right[name].T for name in self._own_right}
+        for name in self._own_right:
+            yield name, self._product(name, right[name])
 
     def commit(self) -> None:
         """The step was applied: keep the error and the new Q. Nothing happens before `result`, or a second time."""
@@ -111,9 +116,13 @@ class PowerSGDRound:
                 raise CodecError(f"{name}: a right factor has shape {tuple(right[name].shape)}")
         self._reduced_right = dict(right)
 
+    def _product(self, name: str, right: torch.Tensor) -> torch.Tensor:
+        """P Qᵀ of one matrix."""
+        return self._left[name] @ right.T
+
     def _error(self, name: str) -> torch.Tensor:
-        """What this peer's part of the gradient lacks of what it wanted (rows, columns)."""
-        return self._wanted[name] - self._left[name] @ self._own_right[name].T
+        """What this peer's part of the gradient lacks of what it wanted (rows, columns), in the place of that."""
+        return self._wanted.pop(name).sub_(self._left[name] @ self._own_right[name].T)
 
 
 def orthonormal_left(summed: Matrices) -> dict[str, torch.Tensor]:

@@ -241,12 +241,12 @@ class StageWorker:
             assert gradient is not None
         offsets = self.state.gradient_offsets
         exits: list[Tensor] = []
-        handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_add_and_free, addition, offset))
-            for parameter, offset in zip(done.parameters, offsets, strict=False)  # the Gram matrix is none
-        ]
+        handles = []
+        for parameter, offset in zip(done.parameters, offsets, strict=False):  # the Gram matrix is none of them
+            add = partial(_add_and_free, addition, offset)
+            handles.append(parameter.register_post_accumulate_grad_hook(add))  # type: ignore[no-untyped-call]
         if done.exit_state is not None:
-            handles.append(done.exit_state.register_hook(exits.append))
+            handles.append(done.exit_state.register_hook(exits.append))  # type: ignore[no-untyped-call]
         inputs = ([done.boundary] if done.boundary is not None else []) + done.parameters
         try:
             torch.autograd.backward(done.output, gradient, inputs=inputs)

@@ -184,11 +184,10 @@ class FactorRound:
     def reduced(self, left: Tensor, vector: Tensor) -> Reduced:
         """The stage's own part of the gradient from the sum of all vectors (fp32)."""
         layout, start = self._layout, self._layout.right_elements
-        found = self._round.result(self._by_name(vector, axis=1))
         gradient = torch.zeros(layout.gradient_size - layout.num_fused)
-        for slot in layout.factored:
-            begin = slot.offset - layout.num_fused
-            gradient[begin : begin + slot.spec.num_elements] = found[slot.spec.name].reshape(-1)
+        begins = {slot.spec.name: slot.offset - layout.num_fused for slot in layout.factored}
+        for name, matrix in self._round.results(self._by_name(vector, axis=1)):
+            gradient[begins[name] : begins[name] + matrix.numel()] = matrix.reshape(-1)
         for span in self._rest():
             size = span.stop - span.start
             gradient[span] = vector[start : start + size]

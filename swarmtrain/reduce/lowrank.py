@@ -24,7 +24,7 @@ from torch import Tensor
 
 from swarmtrain.codec.lowrank import orthonormal
 from swarmtrain.codec.packing import pack_codes, packed_bytes, unpack_codes
-from swarmtrain.codec.powersgd import Matrices, PowerSGDRound
+from swarmtrain.codec.powersgd import PowerSGDRound
 from swarmtrain.model.exact import largest_magnitude
 from swarmtrain.model.exact_matmul import engine_for, grid_step, in_steps, product
 from swarmtrain.reduce.shares import ExactShares
@@ -34,6 +34,7 @@ BITS = 4
 LARGEST_CODE = 7
 _ZERO = 8  # the code of 0
 _SCALE_BYTES = 2
+_BLOCK_ELEMENTS, _LEAST_ROWS = 1 << 21, 256  # of a matrix that is multiplied at once
 _LARGEST_SCALE = 2.0**120  # seven of it are an fp32 number
 
 
@@ -91,17 +92,15 @@ class LowRankRound(PowerSGDRound):
             for name, wanted in self._wanted.items()
         }
 
-    def result(self, right: Matrices) -> dict[str, Tensor]:
-        """See PowerSGDRound."""
-        self._keep_result(right)
-        return {name: multiplied(self._left[name], right[name]) for name in self._own_right}
+    def _product(self, name: str, right: Tensor) -> Tensor:
+        return multiplied(self._left[name], right)
 
     def lack(self, name: str, left_out: Tensor) -> Tensor:
         """P left_outᵀ: what the owner of R answers for (rows, columns)."""
         return multiplied(self._left[name], left_out)
 
     def _error(self, name: str) -> Tensor:
-        return self._wanted[name] - multiplied(self._left[name], rounded(self._own_right[name]))
+        return multiplied(self._left[name], rounded(self._own_right[name]), self._wanted.pop(name))
 
 
 def own_start(matrix: Tensor, start: Tensor) -> Tensor:
@@ -153,12 +152,20 @@ def rounded(matrix: Tensor) -> Tensor:
     return torch.from_numpy(decoded(encoded(matrix), matrix.numel())).view(matrix.shape)
 
 
-def multiplied(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right.T in fp32, with the same bits on every machine."""
+def multiplied(left: Tensor, right: Tensor, from_: Tensor | None = None) -> Tensor:
+    """left @ right.T in fp32, with the same bits on every machine; or `from_` less that product, in its place.
+
+    Some rows at a time: an exact product holds several times what comes of it.
+    """
     left_step, right_step = grid_step(left), grid_step(right)
+    columns = in_steps(right, right_step).t()  # (rank, in)
+    found = left.new_empty((left.shape[0], right.shape[0]), dtype=torch.float32) if from_ is None else from_
     engine = engine_for(left.device, left.shape[0])
-    found = product(in_steps(left, left_step), in_steps(right, right_step).t(), engine)
-    return found.mul_(left_step).mul_(right_step).to(torch.float32)
+    num_rows = max(_LEAST_ROWS, _BLOCK_ELEMENTS // max(1, right.shape[0]))
+    for rows, into in zip(torch.split(left, num_rows), torch.split(found, num_rows), strict=True):
+        block = product(in_steps(rows, left_step), columns, engine).mul_(left_step).mul_(right_step)
+        into.copy_(block) if from_ is None else into.sub_(block.to(torch.float32))
+    return found
 
 
 def _is_factor(raw: Buffer, size: int) -> bool:

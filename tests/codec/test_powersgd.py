@@ -96,11 +96,12 @@ def test_the_result_is_the_projected_sum_and_errors_add_up_to_the_rest(num_peers
 def test_the_mean_of_errors_is_the_same_with_own_and_with_shared_right_factors() -> None:
     states = fresh(3)
     result, rounds = reduce_once(states, [gradients_of(peer) for peer in range(3)])
+    wanted = [{name: matrix.clone() for name, matrix in one._wanted.items()} for one in rounds]
     for one in rounds:
         one.commit()
     for name, reduced in result.items():
         own = torch.stack([state.error[name] for state in states]).mean(dim=0)
-        shared = torch.stack([one._wanted[name] - reduced / 3 for one in rounds]).mean(dim=0)
+        shared = torch.stack([one[name] - reduced / 3 for one in wanted]).mean(dim=0)
         assert torch.allclose(own, shared, atol=1e-5)
 
 

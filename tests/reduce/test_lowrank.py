@@ -14,6 +14,7 @@ from swarmtrain.model.exact_matmul import Engine
 from swarmtrain.model.layout import plan_stages
 from swarmtrain.model.reduce_bytes import factor_bytes, factor_rank
 from swarmtrain.model.state import StageState
+from swarmtrain.model.tracing import LiveBytes
 from swarmtrain.reduce import lowrank
 from swarmtrain.reduce.coding import StageCoder, factor_pieces, left_pieces
 from swarmtrain.reduce.lowrank import LARGEST_CODE, decoded, encoded, multiplied, own_start, rounded
@@ -228,3 +229,19 @@ def test_a_piece_keeps_its_rank() -> None:
     answer = form.answer(total, 0)
     assert np.array_equal(form.result(answer, 40), 2 * share.numbers)
     assert not form.left_out  # twice the same rounds to nothing
+
+
+def test_a_product_of_factors_is_made_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a head's size it would hold several times the matrix otherwise. What it is taken from is its place."""
+    left, right, wanted = normal(3000, 4), normal(2000, 4, seed=1), normal(3000, 2000, seed=2)
+    expected = wanted - multiplied(left, right)
+    peaks = []
+    for elements in (1 << 18, 1 << 40):
+        monkeypatch.setattr(lowrank, "_BLOCK_ELEMENTS", elements)
+        place = wanted.clone()
+        with LiveBytes() as seen:
+            assert multiplied(left, right, place) is place
+        assert torch.equal(place, expected)
+        peaks.append(seen.peak / (4 * wanted.numel()))
+    assert peaks[0] < 0.8
+    assert peaks[1] > 4.0
