@@ -13,6 +13,7 @@ Snapshot = Mapping[str, Any]
 
 STALE_S = 5.0  # a peer hears from its coordinator every two seconds: older figures are marked
 _PARTS_SHOWN = 0.005
+_EXCLUDED_SHOWN = 5
 
 
 def status_lines(snapshot: Snapshot) -> list[str]:
@@ -96,10 +97,17 @@ def _run(snapshot: Snapshot) -> list[str]:
     for stage, peers in enumerate(snapshot["stages"]):
         names = ", ".join(f"{called(peer['peer'], peer['name'])} {_state(peer)}" for peer in peers) or "no peers"
         lines.append(f"  stage {stage}: {names}")
+    lines += [f"  excluded: {_excluded(row)}" for row in snapshot["excluded"][:_EXCLUDED_SHOWN]]
+    if (more := snapshot["num_excluded"] - _EXCLUDED_SHOWN) > 0:
+        lines.append(f"  excluded: {more} more")
     if snapshot["page"]:
         lines.append(f"  page: {snapshot['page']}")
     lines.append(f"  join with: swarmtrain join {snapshot['invite']}")
     return lines
+
+
+def _excluded(row: Snapshot) -> str:
+    return f"{called(row['peer'], row['name'])} at step {row['step']}: {row['reason']}"
 
 
 def _state(peer: Snapshot) -> str:

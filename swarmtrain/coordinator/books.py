@@ -62,6 +62,11 @@ class StepBooks:
                 voided += 1
         return voided
 
+    def lose_peer(self, peer_id: str) -> int:
+        """Nothing of a peer counts any more, in any of its lives, on any stage. Returns how many claims that voids."""
+        lives = {(stage, member) for stage, rows in enumerate(self._claims) for row in rows for member in row}
+        return sum(self.lose(stage, member) for stage, member in sorted(lives) if member[0] == peer_id)
+
     def holder(self, stage: int, microbatch: int) -> Hop | None:
         """A peer that has the microbatch on this stage."""
         claimants = self._claims[stage][microbatch]

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmtrain.chain.dispatch import Dispatcher
+from swarmtrain.chain.exclusions import MAX_EXCLUDED
 from swarmtrain.coordinator.admission import StageBook, Standing
+from swarmtrain.coordinator.bans import Bans
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member, Members
 from swarmtrain.coordinator.split_brain import Known
 from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
-from swarmtrain.observe.events import Events, PeerLeft, PeerLost
+from swarmtrain.errors import UsageError
+from swarmtrain.observe.events import Events, PeerExcluded, PeerLeft, PeerLost, PeerReadmitted
 from swarmtrain.observe.faults import Faults
 from swarmtrain.p2p.errors import HostDownError
 from swarmtrain.rpc.calls import OnProgress
@@ -28,6 +31,7 @@ from swarmtrain.wire.schema import Message
 log = logging.getLogger(__name__)
 
 OWN_OUTAGE_S = 0.25  # between attempts while this host's own transport is away
+MAX_REASON = 500  # characters of why a peer is excluded
 MISSED_S = 30.0  # a peer that has been silent for longer is not expected any more
 
 
@@ -72,6 +76,7 @@ class RunContext:
     background: set[asyncio.Task[object]] = field(default_factory=set)
     faults: Faults = field(default_factory=Faults)
     tally: Tally = field(default_factory=Tally)
+    bans: Bans = field(default_factory=Bans)
     waits_for: Wait | None = None
     _missed: dict[str, float] = field(default_factory=dict)  # peer: when
 
@@ -147,6 +152,38 @@ class RunContext:
                 self.events.emit(PeerLost(member.peer_id, member.stage, reason, member.name))
                 self.missed(member.peer_id)
         self.void_claims(member)
+        await self.notify()
+
+    async def ban(self, peer_id: str, reason: str) -> None:
+        """Exclude a peer for good, whatever its incarnation; `reason` is one clause for people.
+
+        It is in the journal before anything else happens, so it outlives all restarts. The peer's links end and new
+        ones are refused, here at once and at every other peer after its next heartbeat. What it claims of the open
+        steps is void and is computed again by others. Work that others have computed from its answers stays where it
+        is: who knows that those were wrong has it redone. UsageError if the list is full.
+        """
+        if peer_id in self.bans:
+            return
+        if len(self.bans.exclusions) >= MAX_EXCLUDED:
+            raise UsageError(f"{MAX_EXCLUDED} peers are excluded already")
+        member = self.members.get(peer_id)
+        name = member.name if member is not None else self.tally.names.get(peer_id, "")
+        self.bans.note(self.journal.exclude(self.step, peer_id, name, reason[:MAX_REASON]))
+        self.events.emit(PeerExcluded(peer_id, self.step + 1, reason[:MAX_REASON], name))
+        self.members.remove(peer_id)
+        for books in self.books.values():
+            books.lose_peer(peer_id)
+        self.heard(peer_id)  # nobody waits for its goodbye
+        self.node.drop(peer_id)
+        await self.notify()
+
+    async def unban(self, peer_id: str) -> None:
+        """A peer may take part again, as any newcomer. UsageError if it is not excluded."""
+        row = self.bans.get(peer_id)
+        if row is None:
+            raise UsageError(f"{peer_id[:64]} is not excluded", fix="see `swarmtrain members list`")
+        self.bans.note(self.journal.exclude(self.step, peer_id, row.name, "", is_lifted=True))
+        self.events.emit(PeerReadmitted(peer_id, row.name))
         await self.notify()
 
     def void_claims(self, member: Member) -> None:

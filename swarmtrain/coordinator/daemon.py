@@ -25,6 +25,7 @@ from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.checkpoint import other_data
 from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.apply import Applies
+from swarmtrain.coordinator.bans import Bans
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.election import elected, electorate
@@ -168,6 +169,7 @@ class CoordinatorDaemon:
             self._key = RunKey.generate()
             self._key.save(key_path)
         self.journal = stack.enter_context(Journal(options.state_dir / "journal.sqlite"))
+        self.bans = Bans(self.journal.exclusions())
         known = self.journal.get("manifest")
         if known is not None and known != options.manifest.canonical():
             raise JournalError(
@@ -199,10 +201,18 @@ class CoordinatorDaemon:
             )
         )
         stack.push_async_callback(host.close)
-        node = Node(host, MESSAGES, self._handle, on_link_closed=self._link_closed)
+        node = Node(
+            host,
+            MESSAGES,
+            self._handle,
+            on_link_closed=self._link_closed,
+            is_excluded=self.bans.__contains__,
+        )
         stack.push_async_callback(node.close)
         rules = {COORDINATOR_TOPIC: TopicRule(countersigned_by=self._key.public_bytes)}
-        directory = await Directory.start(host, self.run_id, DirectoryOptions(rules=rules))
+        directory = await Directory.start(
+            host, self.run_id, DirectoryOptions(rules=rules, is_excluded=self.bans.__contains__)
+        )
         stack.push_async_callback(directory.close)
         self._phase("network", ", ".join(host.addresses()[:2]))
         return host, directory, node
@@ -231,6 +241,7 @@ class CoordinatorDaemon:
             journal=self.journal,
             sampler=self._sampler,
             events=self.events,
+            bans=self.bans,
             stages=[StageBook() for _ in range(manifest.stages.count)],
             faults=self.options.faults,
         )

@@ -79,6 +79,7 @@ class Heartbeats:
             sync_step=offer.step if offer else 0,
             sync_digest=offer.digest if offer else "",
             donors=some_donors(offer.donors, self._rng) if offer else (),
+            exclusions=context.bans.exclusions.after(beat.exclusions),
         )
         verdict = self._with_progress(verdict, peer_id)
         return verdict if verdict.reason else self._explained(verdict, member)

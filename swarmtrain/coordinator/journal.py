@@ -39,7 +39,23 @@ CREATE TABLE IF NOT EXISTS replicas (
 CREATE TABLE IF NOT EXISTS validations (step INTEGER PRIMARY KEY, loss REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS checkpoints (step INTEGER PRIMARY KEY, path TEXT NOT NULL, stages TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS names (peer TEXT PRIMARY KEY, name TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS exclusions (
+  number INTEGER PRIMARY KEY, at REAL NOT NULL, step INTEGER NOT NULL, peer TEXT NOT NULL, name TEXT NOT NULL,
+  reason TEXT NOT NULL, is_lifted INTEGER NOT NULL);
 """
+
+
+@dataclass(frozen=True)
+class ExclusionRow:
+    """A peer was excluded from the run, or readmitted. Rows are never deleted, and no roll-back undoes them."""
+
+    number: int
+    at: float  # seconds since the epoch
+    step: int  # applied steps
+    peer: str
+    name: str  # what the peer called itself
+    reason: str
+    is_lifted: bool
 
 
 @dataclass(frozen=True)
@@ -218,6 +234,19 @@ class Journal:
     def names(self) -> dict[str, str]:
         """Peer -> what it called itself when it last took part in a step."""
         return dict(self._db.execute("SELECT peer, name FROM names").fetchall())
+
+    def exclude(self, step: int, peer: str, name: str, reason: str, *, is_lifted: bool = False) -> ExclusionRow:
+        """Write that a peer is excluded, or not any more; when this returns it is on disk."""
+        last = self._db.execute("SELECT max(number) FROM exclusions").fetchone()[0] or 0
+        row = ExclusionRow(last + 1, world.wall(), step, peer, name, reason, is_lifted)
+        self._put("exclusions", (row.number, row.at, row.step, row.peer, row.name, row.reason, int(row.is_lifted)))
+        return row
+
+    def exclusions(self) -> list[ExclusionRow]:
+        """All exclusions and readmissions, in order."""
+        columns = "number, at, step, peer, name, reason, is_lifted"
+        rows = self._db.execute(f"SELECT {columns} FROM exclusions ORDER BY number").fetchall()
+        return [ExclusionRow(*said, is_lifted=bool(is_lifted)) for *said, is_lifted in rows]
 
     def curve(self, max_points: int) -> list[tuple[int, float, float, float, float]]:
         """(step, decided at, loss, gradient norm, learning rate) of about `max_points` steps, evenly chosen."""

@@ -21,6 +21,7 @@ from swarmtrain.rpc.errors import LinkClosed
 
 WATCH_S = 1.0
 MAX_CONTRIBUTORS = 200
+MAX_EXCLUDED_SHOWN = 100
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ class RunObserver:
             "rerouted": context.dispatcher.counters.rerouted,
             "refused": dict(self._refused),
             "diverged": status.diverged,
+            "excluded": self._excluded(),
+            "num_excluded": len(context.bans),
             "transfers": {
                 "sent": {"bytes": up[0], "seconds": up[1]},
                 "received": {"bytes": down[0], "seconds": down[1]},
@@ -160,6 +163,14 @@ class RunObserver:
             "lately": self._lately.shares(member.peer_id, world.wall()),
             "metrics": member.metrics,
         }
+
+    def _excluded(self) -> list[dict[str, Any]]:
+        """The peers that were excluded last, newest first."""
+        rows = self.context.bans.newest(MAX_EXCLUDED_SHOWN)
+        return [
+            {"peer": row.peer, "name": row.name, "step": row.step + 1, "at": row.at, "reason": row.reason}
+            for row in rows
+        ]
 
     def _contributors(self, members: list[Member]) -> list[dict[str, Any]]:
         """The peers that have done most, those that have left included."""

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 # How many leading columns are a row's key, for every table whose rows are logged one by one. The microbatches and
 # losses of a step are covered by the step's own chain hash.
-KEY_COLUMNS = {"run": 1, "steps": 1, "replicas": 4, "validations": 1, "checkpoints": 1, "names": 1}
-ADDED_LATER = ("names",)  # a journal of an older version has no such table, until a coordinator of this one opens it
+KEY_COLUMNS = {"run": 1, "steps": 1, "replicas": 4, "validations": 1, "checkpoints": 1, "names": 1, "exclusions": 1}
+ADDED_LATER = ("names", "exclusions")  # tables that a journal lacks until a coordinator of this version opens it
 HEAD = "log_head"  # the row of `run` that is no part of the log: it names the log's last entry
 SCHEMA = "CREATE TABLE IF NOT EXISTS log (number INTEGER PRIMARY KEY, entry TEXT NOT NULL, chain TEXT NOT NULL);"
 

@@ -33,7 +33,7 @@ from swarmtrain.directory.kademlia import PLACE_BYTES, RoutingTable, search
 from swarmtrain.directory.places import place_bytes, place_of_peer, place_of_topic
 from swarmtrain.directory.records import Flaw, FlawedRecord, Record, RecordChecker, RecordStore, topic_of
 from swarmtrain.p2p.addresses import peer_id_from_bytes, peer_id_to_bytes
-from swarmtrain.p2p.errors import AddressError, HostDownError, NetError
+from swarmtrain.p2p.errors import AddressError, HostDownError, NetError, PeerUnreachable
 from swarmtrain.p2p.network import CallNetwork
 from swarmtrain.wire.errors import WireError
 from swarmtrain.wire.schema import pack_fields, unpack_fields
@@ -82,6 +82,7 @@ class DhtNode:
         store: RecordStore,
         *,
         client_mode: bool = False,
+        is_excluded: Callable[[str], bool] = lambda peer_id: False,
         clock: Callable[[], float] = world.wall,
     ) -> None:
         self.place = place_of_peer(network.peer_id)
@@ -93,6 +94,7 @@ class DhtNode:
         self._run_id = run_id
         self._clock = clock
         self._client_mode = client_mode
+        self._is_excluded = is_excluded
         self._own_name = b"" if client_mode else place_bytes(self.place)
         self._suspects: dict[str, _Suspect] = {}
         self._clock_offsets: OrderedDict[str, float] = OrderedDict()
@@ -257,6 +259,9 @@ class DhtNode:
         except FlawedRecord as error:
             logger.debug("a record of %s from %s was dropped: %s", topic, holder, error)
             return
+        if self._is_excluded(record.peer_id):
+            self.checker.dropped[Flaw.EXCLUDED] += 1
+            return
         held = found.records.get(record.peer_id)
         if held is None or held[0].expires_at < record.expires_at:
             found.records[record.peer_id] = (record, raw)
@@ -307,6 +312,9 @@ class DhtNode:
             record = self.checker.check(raw, topic)
         except FlawedRecord:
             return False
+        if self._is_excluded(record.peer_id):
+            self.checker.dropped[Flaw.EXCLUDED] += 1
+            return False
         if not self.store.put(key, record.peer_id, raw, record.expires_at):
             self.checker.dropped[Flaw.OVER_CAP] += 1
             return False
@@ -317,6 +325,9 @@ class DhtNode:
     def _note_caller(self, peer_id: str, name: bytes, addresses: tuple[bytes, ...] = ()) -> None:
         if self._is_closed:
             raise HostDownError("this node has left the directory")
+        if self._is_excluded(peer_id):
+            self.checker.dropped[Flaw.EXCLUDED] += 1
+            raise PeerUnreachable("not for this peer")
         if name == place_bytes(place_of_peer(peer_id)):  # a client sends no name and stays out of the table
             self._network.learn(unpack_addresses(addresses, peer_id), of=peer_id)
             self._enter(peer_id)

@@ -54,12 +54,14 @@ class NotConfirmedError(HostError):
 @dataclass(frozen=True, slots=True)
 class DirectoryOptions:
     """`rules`: the conditions on a topic's records. `client_mode`: use the DHT, store nothing for others (None: only if
-    the host is behind a NAT). `watch_interval_s`: how often the neighbours are checked."""
+    the host is behind a NAT). `watch_interval_s`: how often the neighbours are checked. A peer that `is_excluded` gets
+    no answer, and its records count as absent."""
 
     rules: Mapping[str, TopicRule] = field(default_factory=lambda: MappingProxyType({}))
     client_mode: bool | None = None
     watch_interval_s: float = 5.0
     limits: StoreLimits = field(default_factory=StoreLimits)
+    is_excluded: Callable[[str], bool] = lambda peer_id: False
     clock: Callable[[], float] | None = None  # None: the swarm's, see swarm_time.py
 
 
@@ -123,7 +125,9 @@ class Directory:
         checker = RecordChecker(run_id, options.rules, clock)
         store = RecordStore(options.limits, clock)
         client_mode = options.client_mode if options.client_mode is not None else bool(host.options.behind_nat)
-        node = DhtNode(host, run_id, checker, store, client_mode=client_mode, clock=clock)
+        node = DhtNode(
+            host, run_id, checker, store, client_mode=client_mode, is_excluded=options.is_excluded, clock=clock
+        )
         self = cls(host, run_id, options, node, clock)
         try:
             await node.serve()

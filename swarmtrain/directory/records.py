@@ -57,6 +57,7 @@ class Flaw(StrEnum):
     EXPIRED = "expired"
     FAR_FUTURE = "far-future"  # it expires later than is allowed
     REFUSED = "refused"  # the topic's own check refused it
+    EXCLUDED = "excluded"  # of a peer that is excluded from the run, or asked for by it
     OVER_CAP = "over-cap"  # valid, but its key or the store is full
 
 

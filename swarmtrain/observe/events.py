@@ -112,6 +112,32 @@ class PeerLost(Event):
 
 
 @dataclass(frozen=True)
+class PeerExcluded(Event):
+    """A peer was excluded from the run, by its identity; `step` is the one under way."""
+
+    peer: str
+    step: int
+    reason: str
+    peer_name: str = ""
+
+    def line(self) -> str:
+        """`attic (KaFzQhQS) was excluded at step 41: ...`"""
+        return f"{called(self.peer, self.peer_name)} was excluded at step {self.step}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class PeerReadmitted(Event):
+    """A peer is not excluded any more."""
+
+    peer: str
+    peer_name: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{called(self.peer, self.peer_name)} may take part again"
+
+
+@dataclass(frozen=True)
 class PeerDoubted(Event):
     """The link to a peer broke: it may be gone. Without further heartbeats it will be lost."""
 

@@ -10,6 +10,7 @@ import torch
 
 from swarmtrain import world
 from swarmtrain.chain.dispatch import Dispatcher
+from swarmtrain.chain.exclusions import Exclusions
 from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.codec.samples import SampleStore
 from swarmtrain.directory.directory import Directory
@@ -172,6 +173,7 @@ async def open_assignment(
     host: NetworkHost,
     node: Node,
     directory: Directory,
+    exclusions: Exclusions,
 ) -> Assignment:
     """Build the stage that `options` name: its tensors, its compute thread, its way to the next stage.
 
@@ -210,6 +212,7 @@ async def open_assignment(
         authority=link,
         faults=replace(options.faults, cut=node.cut),
         shares_work=options.route in STEALING_POLICIES,
+        exclusions=exclusions,
     )
     clock = StepClock(peer, manifest, min(MAX_LEDGER_BYTES, fit.available_bytes // 4))
     mover: Mover | None = None

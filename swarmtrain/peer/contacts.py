@@ -19,7 +19,7 @@ from swarmtrain.directory.directory import Directory, TopicRule
 from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.p2p.errors import NetError
 from swarmtrain.p2p.network import NetworkHost
-from swarmtrain.rpc.errors import CallRefused, Refusal
+from swarmtrain.rpc.errors import CallRefused, LinkRefused, Refusal
 from swarmtrain.rpc.node import Node
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
@@ -42,6 +42,11 @@ class RunUnreachable(SwarmtrainError):
 
     error_id = "ST-RUN-UNREACHABLE"
     exit_code = ExitCode.UNREACHABLE
+
+
+def excluded() -> RunRefused:
+    """The coordinator takes no link with this peer."""
+    return RunRefused("this peer is excluded from the run", fix="ask the run's operator why")
 
 
 def directory_rules(invite: Invite) -> Mapping[str, TopicRule]:
@@ -148,6 +153,8 @@ class CoordinatorLink:
             self._node.forgive(peer_id)  # its record is there: it may be back
             try:
                 return await self._node.call(peer_id, message, deadline_s=left_s, expect=expect)
+            except LinkRefused as error:
+                raise excluded() from error
             except NetError as error:
                 if isinstance(error, CallRefused) and error.code == Code.WRONG_RUN:
                     raise RunRefused(f"the coordinator refuses: {error.text}", fix="ask for a new invite") from error

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from swarmtrain import world
+from swarmtrain.chain.exclusions import Exclusions
 from swarmtrain.directory.directory import Directory, DirectoryOptions
 from swarmtrain.errors import SwarmtrainError, UsageError
 from swarmtrain.machine import Machine, ThisMachine
@@ -108,6 +109,7 @@ class PeerDaemon:
         self.departure = Departure(events)
         self._handlers: dict[type[Message], Callable[[Any, Exchange], Any]] = {}
         self.assignment: Assignment | None = None  # while it hosts a stage
+        self.exclusions = Exclusions()
         self._observer: PeerObserver | None = None
 
     async def run(self) -> None:
@@ -149,10 +151,19 @@ class PeerDaemon:
             max_down_bytes_per_s=options.max_down_bytes_per_s or None,
         )
         rules = directory_rules(options.invite)
-        directory = await Directory.start(host, options.invite.run_id, DirectoryOptions(rules=rules))
+        directory = await Directory.start(
+            host, options.invite.run_id, DirectoryOptions(rules=rules, is_excluded=self.exclusions.__contains__)
+        )
         stack.push_async_callback(directory.close)
         strangers = Strangers(host, directory)
-        node = Node(host, MESSAGES, self._handle, limiter=limiter, look_up=strangers.meet)
+        node = Node(
+            host,
+            MESSAGES,
+            self._handle,
+            limiter=limiter,
+            look_up=strangers.meet,
+            is_excluded=self.exclusions.__contains__,
+        )
         stack.push_async_callback(node.close)
         self._say_phase("network", ", ".join(host.addresses()[:2]))
         link = CoordinatorLink(options.invite, host, node, directory)
@@ -209,6 +220,7 @@ class PeerDaemon:
             host=joined.host,
             node=joined.node,
             directory=joined.directory,
+            exclusions=self.exclusions,
         )
         peer, clock, stage, dispatcher = assignment.peer, assignment.clock, assignment.stage, assignment.dispatcher
         steps = StepProtocol(peer, clock, stage)

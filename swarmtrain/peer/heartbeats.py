@@ -17,16 +17,25 @@ from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.p2p.errors import NetError
 from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.peer.assignment import Assignment, Departure
-from swarmtrain.peer.contacts import CoordinatorLink
+from swarmtrain.peer.contacts import CoordinatorLink, excluded
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
 from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import PeerOptions
 from swarmtrain.peer.step import StepProtocol
-from swarmtrain.rpc.errors import CallRefused
+from swarmtrain.rpc.errors import CallRefused, LinkRefused
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.waiting import wait_event
-from swarmtrain.wire.messages import Acknowledged, Code, Directive, Heartbeat, Leave, Resync, Verdict
+from swarmtrain.wire.messages import (
+    MAX_EXCLUSIONS_TOLD,
+    Acknowledged,
+    Code,
+    Directive,
+    Heartbeat,
+    Leave,
+    Resync,
+    Verdict,
+)
 from swarmtrain.wire.peer_report import STALLED, PeerReport, published
 from swarmtrain.wire.records import pack_record
 
@@ -106,6 +115,8 @@ class HeartbeatLoop:
                     await link.look()
                 if link.peer_id is not None:
                     await self._show_life(link.peer_id)
+            except LinkRefused as error:
+                raise excluded() from error
             except NetError as error:
                 log.info("the coordinator does not answer: %s", error)
                 if isinstance(error, CallRefused) and error.code == Code.NOT_SERVING:
@@ -158,6 +169,7 @@ class HeartbeatLoop:
         assignment, peer, heartbeat = self._assignment, self._peer, self._heartbeat()
         answer = await peer.node.call(coordinator, heartbeat, deadline_s=10.0, expect=Verdict)
         assignment.deserted.clear()
+        self._exclude(answer)
         await peer.enter_term(answer.term)
         peer.verdict = answer
         said, now = heartbeat.report, self._heartbeat().report
@@ -165,6 +177,15 @@ class HeartbeatLoop:
         # meanwhile does not, or peers whose steps are shorter than their way to the coordinator would never pause.
         if (said.state, said.step, said.incarnation) == (now.state, now.step, now.incarnation):
             await self._obey(answer)
+
+    def _exclude(self, answer: Verdict) -> None:
+        """Keep to the run's list of excluded peers; the rest of a long list is asked for at once."""
+        exclusions = self._peer.exclusions
+        exclusions.enter_term(answer.term)
+        for peer_id in exclusions.hear(answer.exclusions):
+            self._peer.node.drop(peer_id)
+        if len(answer.exclusions) == MAX_EXCLUSIONS_TOLD:
+            self._assignment.heartbeat_now.set()
 
     async def _obey(self, answer: Verdict) -> None:
         """joining or syncing -> serving when the coordinator says so; anything -> syncing when the state is wanting."""
@@ -229,6 +250,7 @@ class HeartbeatLoop:
             name=options.name[:64],
             metrics=self._metrics_at,
             spent=self._observer.spent(),
+            exclusions=peer.exclusions.head,
         )
 
 

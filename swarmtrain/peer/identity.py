@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from swarmtrain.chain.exclusions import Exclusions
 from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.split import MicrobatchTimes
 from swarmtrain.rpc.errors import Refusal
@@ -84,6 +85,7 @@ class PeerIdentity:
     siblings: tuple[str, ...] = ()  # the others of the stage, as the last roster named them
     counters: Counters = field(default_factory=Counters)
     term_changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    exclusions: Exclusions = field(default_factory=Exclusions)  # of its whole daemon
 
     def become(self, state: PeerState) -> None:
         """The only way to another state."""

@@ -28,6 +28,13 @@ class PeerSilent(LinkClosed):
     error_id = "ST-PEER-SILENT"
 
 
+class LinkRefused(LinkClosed):
+    """The other end takes no link with this one: this end is excluded from its run."""
+
+    error_id = "ST-LINK-REFUSED"
+    exit_code = ExitCode.REFUSED
+
+
 class Violation(StrEnum):
     """The rule that the other end broke; also the label of its counter."""
 
@@ -116,6 +123,7 @@ class RefusalCode(StrEnum):
     MALFORMED = "malformed"  # the request arrived complete but breaks its schema
     CANCELLED = "cancelled"  # the answer to a cancel
     CLOSING = "closing"  # the peer takes no new calls
+    EXCLUDED = "excluded"  # of a GOODBYE: the peer takes no link with this end
 
 
 class Refusal(Exception):

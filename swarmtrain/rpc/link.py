@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from swarmtrain import __version__, world
 from swarmtrain.p2p.network import ByteStream
 from swarmtrain.rpc.calls import Caller, OnProgress
-from swarmtrain.rpc.errors import LinkClosed, PeerSilent, ProtocolViolation, Violation
+from swarmtrain.rpc.errors import LinkClosed, LinkRefused, PeerSilent, ProtocolViolation, RefusalCode, Violation
 from swarmtrain.rpc.exchange import Callee, Handler
 from swarmtrain.rpc.frames import FrameReader, FrameRouter
 from swarmtrain.rpc.inbound import InboundMessage, InboundMessages
@@ -165,6 +165,12 @@ class Link:
         finally:
             self.abort("closed by this end")
 
+    def refuse_peer(self) -> None:
+        """Close at once, and say that this end takes no link with the peer any more."""
+        self._say_goodbye(RefusalCode.EXCLUDED, "")
+        self._end(LinkClosed(f"link to {self.peer_id}: the peer is excluded"))
+        self._close_stream()
+
     def abort(self, reason: str = "aborted by this end") -> None:
         """Close at once; open calls fail."""
         self._end(LinkClosed(f"link to {self.peer_id}: {reason}"))
@@ -269,7 +275,8 @@ class Link:
     def goodbye_received(self, payload: RefusalPayload, last_seen: int) -> None:
         """The other end closes the link; it has begun to handle no call after `last_seen`."""
         detail = ": ".join(part for part in (payload.code, payload.text) if part)
-        self._end(LinkClosed(f"link to {self.peer_id}: the peer closed it ({detail})"), last_seen)
+        kind = LinkRefused if payload.code == RefusalCode.EXCLUDED else LinkClosed
+        self._end(kind(f"link to {self.peer_id}: the peer closed it ({detail})"), last_seen)
         self._close_stream()
 
     def _say_goodbye(self, code: str, text: str) -> None:
@@ -292,8 +299,8 @@ class Link:
         error = self.error
         if isinstance(error, ProtocolViolation):
             return ProtocolViolation(error.violation, error.detail, request_sent=request_sent)
-        if isinstance(error, PeerSilent):
-            return PeerSilent(str(error), request_sent=request_sent)
+        if isinstance(error, PeerSilent | LinkRefused):
+            return type(error)(str(error), request_sent=request_sent)
         return LinkClosed(str(error or f"link to {self.peer_id}: closing"), request_sent=request_sent)
 
     def _end(self, error: LinkClosed, last_seen: int | None = None) -> None:

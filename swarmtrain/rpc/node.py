@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar, overload
 
+from swarmtrain.p2p.errors import PeerUnreachable
 from swarmtrain.p2p.network import ByteStream, Transport
 from swarmtrain.rpc.calls import OnProgress
 from swarmtrain.rpc.dialing import Dialer, DialOptions
@@ -79,12 +80,14 @@ class Node:
         limiter: RateLimiter | None = None,
         on_link_closed: Callable[[str, LinkClosed], None] | None = None,
         look_up: Callable[[str], Awaitable[bool]] | None = None,
+        is_excluded: Callable[[str], bool] = lambda peer_id: False,
     ) -> None:
-        """`look_up`: see `Dialer`."""
+        """`look_up`: see `Dialer`. A peer that `is_excluded` is neither called nor listened to."""
         self._transport = transport
         self._registry = registry
         self._handler = handler
         self._on_link_closed = on_link_closed
+        self._is_excluded = is_excluded
         self.options = options or NodeOptions()
         self._loop = asyncio.get_running_loop()
         self._shared = Shared(
@@ -98,6 +101,7 @@ class Node:
         self._closers: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.num_refused_streams = 0
+        self.num_excluded_streams = 0
         self._dialer = Dialer(
             transport,
             self.options.dial,
@@ -192,6 +196,8 @@ class Node:
     async def _call_remotely(
         self, peer_id: str, request: Message, deadline_s: float, on_progress: OnProgress | None
     ) -> Message:
+        if self._is_excluded(peer_id):
+            raise PeerUnreachable(f"{peer_id} is excluded from the run")
         ends_at = self._loop.time() + deadline_s
         link = await self._dialer.link_to(peer_id, self._neighbours.get(peer_id), ends_at)
         try:
@@ -215,7 +221,17 @@ class Node:
             neighbour.num_failures = 0
             neighbour.retry_at = 0.0
 
+    def drop(self, peer_id: str) -> None:
+        """End all links with a peer that is excluded now."""
+        neighbour = self._neighbours.find(peer_id)
+        for link in neighbour.links if neighbour is not None else ():
+            link.refuse_peer()
+
     def _accept(self, stream: ByteStream) -> None:
+        if self._is_excluded(stream.peer_id):
+            self.num_excluded_streams += 1
+            Rejection(stream, RefusalCode.EXCLUDED, "")
+            return
         neighbour = self._neighbours.get(stream.peer_id)
         too_many = len(neighbour.incoming) >= self.options.max_incoming_per_peer
         if self._is_closed or too_many or not self._make_place():

@@ -16,6 +16,7 @@ from swarmtrain.wire.field_types import (
     Assignment,
     Attempt,
     Digest,
+    ExclusionNumber,
     Incarnation,
     MicrobatchIndex,
     PeerId,
@@ -31,6 +32,7 @@ from swarmtrain.wire.peer_report import PeerReport
 from swarmtrain.wire.schema import AllowNonFinite, Blob, MaxLength, Message, Priority, Range, Registry, message
 
 MAX_EMPTY_STAGES = 16  # named in a verdict; work does not get past the first of them anyway
+MAX_EXCLUSIONS_TOLD = 128  # in one verdict; a peer that does not know as many asks again at once
 
 
 class Code(StrEnum):
@@ -145,6 +147,7 @@ class Heartbeat(Message):
     name: Annotated[str, MaxLength(64)] = ""  # its owner's, for the overview
     metrics: Annotated[str, MaxLength(80)] = ""  # HOST:PORT where its metrics can be read, or empty
     spent: Annotated[tuple[Seconds, ...], MaxLength(5)] = ()  # seconds: compute, reduce, queue, wire, idle
+    exclusions: ExclusionNumber = 0  # the last one that it has heard of in this term
 
 
 @message(kind="seek_stage", priority=Priority.CONTROL)
@@ -199,6 +202,15 @@ class RunProgress:
     left_s: Seconds = 0.0  # until its last step, at the pace of the last ones; while it trains
 
 
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """A peer is excluded from the run, or not any more. See chain/exclusions.py."""
+
+    number: ExclusionNumber
+    peer_id: PeerId
+    is_lifted: bool = False
+
+
 @message(kind="verdict", priority=Priority.CONTROL)
 class Verdict(Message):
     """What the coordinator wants of the peer, and where the run stands. `reason` is for people."""
@@ -214,6 +226,7 @@ class Verdict(Message):
     is_banned: bool = False  # calls to the peer failed: the coordinator sends it no work for a while
     progress: RunProgress = RunProgress()
     credit: Annotated[int, Range(0, 2**53)] = 0  # decided microbatches that count as this peer's, on all its stages
+    exclusions: Annotated[tuple[Exclusion, ...], MaxLength(MAX_EXCLUSIONS_TOLD)] = ()  # that the peer has not heard of
 
 
 @message(kind="fetch_run", priority=Priority.CONTROL)

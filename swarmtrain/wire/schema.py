@@ -58,7 +58,7 @@ __all__ = [
     "unpack_fields",
 ]
 
-PROTOCOL_VERSION = 3  # heartbeats, work stealing and all-reduce have these names since then
+PROTOCOL_VERSION = 4  # peers are told who is excluded since then
 MAX_KIND_BYTES = 32
 _HEADER_LENGTH = struct.Struct("<I")
 _HEADER_OVERHEAD = 64  # array prefixes, kind, version and fingerprint

@@ -278,3 +278,17 @@ def test_a_journal_of_an_older_version_is_audited_and_opened(tmp_path: Path) -> 
     assert not any("table names" in fault for fault in audit(tmp_path).faults)
     older(path)  # names that were written, and are not there any more
     assert 'table names: row ["a"] was removed' in audit(tmp_path).faults
+
+
+def test_exclusions_outlive_restarts_and_roll_backs_and_are_sealed(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with Journal(path) as journal:
+        first = journal.exclude(4, "peer", "attic", "it lied")
+        journal.roll_back(0)
+    with Journal(path) as journal:
+        second = journal.exclude(5, "peer", "attic", "", is_lifted=True)
+        assert journal.exclusions() == [first, second]
+        assert (first.number, second.number) == (1, 2)
+        assert journal.broken_seals() == []
+        journal._db.execute("DELETE FROM exclusions WHERE number = 1")
+        assert any("exclusions" in fault for fault in journal.broken_seals())

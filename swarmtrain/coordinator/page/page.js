@@ -5,7 +5,7 @@ const $ = (id) => document.getElementById(id);
 const MAX_EVENTS = 60, MAX_ROWS = 200;
 const WORTH_TELLING = 0.05; // of a step
 const TONES = { training: "good", complete: "good", waiting: "warn", starting: "warn" };
-const LOUD = { peer_lost: "bad", peer_doubted: "bad", peer_diverged: "bad", run_rolled_back: "bad", run_waits: "warn",
+const LOUD = { peer_lost: "bad", peer_doubted: "bad", peer_diverged: "bad", peer_excluded: "bad", run_rolled_back: "bad", run_waits: "warn",
   prepare_failed: "warn", checkpoint_failed: "bad", work_replayed: "warn" };
 const PARTS = ["compute", "reduce", "queue", "wire", "idle"];
 let points = [], status = null, isConnected = false, isDrawn = true;
