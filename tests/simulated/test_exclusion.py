@@ -102,7 +102,7 @@ def test_one_that_is_readmitted_serves_again(simulated: Make, references: Refere
     wait_said(swarm, swarm.coordinator, "peer_readmitted", peer=peer_id)
     swarm.start_peer(culprit.name, culprit.stage)
     wait_serving(swarm, culprit)
-    assert not any(peer_id in life.daemon.exclusions for life in swarm.peers)
+    swarm.until(lambda: not any(peer_id in life.daemon.exclusions for life in swarm.peers), "all have heard of it")
     assert_reference(swarm, references)
 
 
