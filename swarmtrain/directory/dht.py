@@ -33,7 +33,7 @@ from swarmtrain.directory.kademlia import PLACE_BYTES, RoutingTable, search
 from swarmtrain.directory.places import place_bytes, place_of_peer, place_of_topic
 from swarmtrain.directory.records import Flaw, FlawedRecord, Record, RecordChecker, RecordStore, topic_of
 from swarmtrain.p2p.addresses import peer_id_from_bytes, peer_id_to_bytes
-from swarmtrain.p2p.errors import AddressError, HostDownError, NetError, PeerUnreachable
+from swarmtrain.p2p.errors import AddressError, HostDownError, NetError
 from swarmtrain.p2p.network import CallNetwork
 from swarmtrain.wire.errors import WireError
 from swarmtrain.wire.schema import pack_fields, unpack_fields
@@ -287,12 +287,13 @@ class DhtNode:
 
     async def _answer_find(self, caller: str, payload: bytes) -> bytes:
         question = unpack_fields(Find, payload)
+        is_excluded = self._is_excluded(caller)
         self._note_caller(caller, question.sender, question.addresses)
         key = int.from_bytes(question.key, "big")
         records = self.store.get(key)[:MAX_RECORDS_PER_ANSWER]
         while sum(map(len, records)) > MAX_ANSWER_BYTES:  # happens only with store limits far above the default
             records = records[: len(records) // 2]
-        near = self._table.nearest(key, BUCKET_SIZE, without=place_of_peer(caller))
+        near = {} if is_excluded else self._table.nearest(key, BUCKET_SIZE, without=place_of_peer(caller))
         neighbours = tuple(
             Contact(peer_id_to_bytes(peer_id), pack_addresses(self._network.known_addresses(peer_id)))
             for peer_id in near.values()
@@ -326,8 +327,7 @@ class DhtNode:
         if self._is_closed:
             raise HostDownError("this node has left the directory")
         if self._is_excluded(peer_id):
-            self.checker.dropped[Flaw.EXCLUDED] += 1
-            raise PeerUnreachable("not for this peer")
+            return  # it may read: so it finds the coordinator, which tells it
         if name == place_bytes(place_of_peer(peer_id)):  # a client sends no name and stays out of the table
             self._network.learn(unpack_addresses(addresses, peer_id), of=peer_id)
             self._enter(peer_id)

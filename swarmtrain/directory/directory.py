@@ -54,8 +54,8 @@ class NotConfirmedError(HostError):
 @dataclass(frozen=True, slots=True)
 class DirectoryOptions:
     """`rules`: the conditions on a topic's records. `client_mode`: use the DHT, store nothing for others (None: only if
-    the host is behind a NAT). `watch_interval_s`: how often the neighbours are checked. A peer that `is_excluded` gets
-    no answer, and its records count as absent."""
+    the host is behind a NAT). `watch_interval_s`: how often the neighbours are checked. A peer that `is_excluded` may
+    read; it is named to nobody, and its records count as absent."""
 
     rules: Mapping[str, TopicRule] = field(default_factory=lambda: MappingProxyType({}))
     client_mode: bool | None = None
