@@ -23,6 +23,7 @@ import torch
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.directory.directory import MAX_CLOCK_OFFSET_S, Directory, DirectoryOptions
 from swarmtrain.errors import ExitCode, SwarmtrainError
+from swarmtrain.native.bf16 import RESTRICTED, VARIABLE, Bf16, require_bf16, tried
 from swarmtrain.p2p.errors import AddressInUseError, CannotListenError, DialResult, HostError
 from swarmtrain.p2p.host import Host
 from swarmtrain.p2p.network import HostOptions
@@ -79,6 +80,7 @@ class Patient:
 async def examine(patient: Patient, tell: Tell) -> None:
     """Check everything from the machine to the run; `tell` gets each finding as soon as it is known."""
     tell(device(patient.gpu))
+    tell(bf16(patient.gpu))
     tell(memory())
     tell(disk(patient.state_dir))
     async with _host(patient) as host:
@@ -114,6 +116,21 @@ def device(gpu: int | None) -> Finding:
     free, total = torch.cuda.mem_get_info(chosen)
     what = f"{torch.cuda.get_device_name(chosen)}, {show_gb(free)} of {show_gb(total)} free"
     return Finding("device", Grade.GOOD, f"{what}, torch {torch.__version__}")
+
+
+def bf16(gpu: int | None) -> Finding:
+    """Check whether the device could take part in a run with model.precision = "bf16"."""
+    try:
+        chosen = choose_device(gpu)
+    except SwarmtrainError:
+        return Finding("bf16", Grade.SKIPPED, "there is no device")
+    try:
+        require_bf16(chosen)
+    except SwarmtrainError as error:
+        return Finding("bf16", Grade.ODD, str(error), error.fix or "see docs/errors.md")
+    if chosen == "cpu" and tried() is Bf16.RESTRICTED:
+        return Finding("bf16", Grade.GOOD, f"works with {VARIABLE}={RESTRICTED}, which daemons set for themselves")
+    return Finding("bf16", Grade.GOOD, 'runs with model.precision = "bf16" can be joined')
 
 
 def memory(available_bytes: int | None = None) -> Finding:

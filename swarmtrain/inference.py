@@ -13,9 +13,10 @@ from swarmtrain.codec import CodecSpec
 from swarmtrain.data.source import TokenSource
 from swarmtrain.errors import CheckpointError
 from swarmtrain.model.cache import StageCache
-from swarmtrain.model.initial import token_table
 from swarmtrain.model.layout import StagePlan, plan_stages
 from swarmtrain.model.stage import Stage
+from swarmtrain.model.table import TokenTable, token_table
+from swarmtrain.native.bf16 import require_bf16
 from swarmtrain.reference import open_run_source
 from swarmtrain.run.manifest import Manifest
 
@@ -28,9 +29,10 @@ class TrainedModel:
 
     def __init__(self, checkpoint: Checkpoint, *, use_codec: bool = True, device: torch.device | str = "cpu") -> None:
         self.manifest, self.step, self.device = checkpoint.manifest, checkpoint.step, torch.device(device)
+        if self.manifest.is_rounded:
+            require_bf16(str(device))
         self.codec: CodecSpec | None = codec_pair(self.manifest).forward if use_codec else None
-        is_dense = self.manifest.boundary.kind == "dense"
-        table = None if is_dense else token_table(self.manifest).to(self.device)  # (V, d), one for all stages
+        table = token_table(self.manifest, self.device)  # one for all stages
         self.stages = [_load_stage(checkpoint, plan, table, self.device) for plan in plan_stages(self.manifest)]
 
     @property
@@ -89,10 +91,12 @@ def stage_parameters(checkpoint: Checkpoint, plan: StagePlan) -> dict[str, Tenso
     return {name.removeprefix("parameter/"): tensors[name] for name in shapes}
 
 
-def _load_stage(checkpoint: Checkpoint, plan: StagePlan, table: Tensor | None, device: torch.device) -> Stage:
+def _load_stage(checkpoint: Checkpoint, plan: StagePlan, table: TokenTable | None, device: torch.device) -> Stage:
     tensors = stage_parameters(checkpoint, plan)
     basis = tensors.pop("subspace/basis", None)
     stage = Stage(checkpoint.manifest, plan, basis.to(device) if basis is not None else None, table)
+    dtype = torch.bfloat16 if checkpoint.manifest.is_rounded else torch.float32
     # Copies: tensors of a file may be aligned differently, and kernels then round differently than in training.
-    stage.load_state_dict({name: tensor.clone().to(device) for name, tensor in tensors.items()}, assign=True)
+    weights = {name: tensor.to(device, dtype, copy=True) for name, tensor in tensors.items()}
+    stage.load_state_dict(weights, assign=True)
     return stage.requires_grad_(False).eval()

@@ -25,6 +25,7 @@ from swarmtrain.model.memory import check_memory
 from swarmtrain.model.sizes import stage_memory
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Pass, StageWorker
+from swarmtrain.native.bf16 import require_bf16
 from swarmtrain.reduce.coding import Reduced, StageCoder
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.schedule import check_norm, gradient_scale, learning_rate, mean_loss
@@ -49,6 +50,8 @@ class ReferenceTrainer:
     """Trains `manifest` on this process. With `out`, checkpoints go to OUT/checkpoints and training resumes there."""
 
     def __init__(self, manifest: Manifest, *, out: Path | None = None, device: torch.device | str = "cpu") -> None:
+        if manifest.is_rounded:
+            require_bf16(str(device))
         self.manifest, self.out = manifest, out
         self.codecs = codec_pair(manifest)
         self.boundaries = [Boundary(self.codecs, index) for index in range(manifest.stages.count - 1)]

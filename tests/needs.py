@@ -9,12 +9,22 @@ import os
 
 import pytest
 
+from swarmtrain.native.bf16 import has_bf16
+
 REQUIRE = "SWARMTRAIN_TEST_REQUIRE"
+
+
+HAS_BF16 = has_bf16()  # before torch multiplies anything in this process: then its products in bf16 are safe
 
 
 def needs(is_here: bool, why_not: str) -> pytest.MarkDecorator:
     """Mark tests that need something which `is_here` or not."""
     return pytest.mark.needs(is_here, why_not)
+
+
+def needs_bf16() -> pytest.MarkDecorator:
+    """Mark tests that multiply bf16 tensors."""
+    return needs(HAS_BF16, "products in bf16 fail on this processor")
 
 
 def missing(why_not: str) -> None:

@@ -6,8 +6,8 @@ import logging
 
 from swarmtrain import __version__
 from swarmtrain.errors import ExitCode, SwarmtrainError
-from swarmtrain.model.initial import token_table
 from swarmtrain.model.subspace import first_basis, tensor_digest
+from swarmtrain.model.table import table_digest
 from swarmtrain.p2p.identity import RunKey, verify
 from swarmtrain.run.invite import Invite, run_id_of
 from swarmtrain.run.manifest import Manifest, parse_manifest
@@ -34,13 +34,14 @@ class ArtefactMismatch(SwarmtrainError):
 
 def make_offer(manifest: Manifest, key: RunKey) -> RunOffer:
     """The offer of a coordinator that holds the run's key."""
-    basis_digest, table_digest = artefact_digests(manifest)
-    signature = key.sign(_signed_part(manifest.canonical(), basis_digest, table_digest))
-    return RunOffer(manifest.canonical(), basis_digest, table_digest, signature, __version__)
+    basis, table = artefact_digests(manifest)
+    signature = key.sign(_signed_part(manifest.canonical(), basis, table))
+    return RunOffer(manifest.canonical(), basis, table, signature, __version__)
 
 
-def _signed_part(manifest: str, basis_digest: str, table_digest: str) -> bytes:
-    return "\n".join(["swarmtrain run", manifest, basis_digest, table_digest]).encode()
+def _signed_part(manifest: str, basis: str, table: str) -> bytes:
+    """Of a manifest's canonical text and the digests of U and T."""
+    return "\n".join(["swarmtrain run", manifest, basis, table]).encode()
 
 
 def checked_offer(offer: RunOffer, invite: Invite) -> Manifest:
@@ -61,13 +62,13 @@ def artefact_digests(manifest: Manifest) -> tuple[str, str]:
     """(digest of U, digest of T) as this machine derives them from the seed; empty for a dense boundary."""
     if manifest.boundary.kind == "dense":
         return "", ""
-    return tensor_digest(first_basis(manifest)), tensor_digest(token_table(manifest))
+    return tensor_digest(first_basis(manifest)), table_digest(manifest)
 
 
-def check_artefacts(manifest: Manifest, basis_digest: str, table_digest: str) -> None:
+def check_artefacts(manifest: Manifest, basis: str, table: str) -> None:
     """Refuse to serve with a U or T that differs from the run's."""
     own = artefact_digests(manifest)
-    for name, mine, theirs in zip(("basis U", "token table T"), own, (basis_digest, table_digest), strict=True):
+    for name, mine, theirs in zip(("basis U", "token table T"), own, (basis, table), strict=True):
         if mine != theirs:
             raise ArtefactMismatch(
                 f"the {name} derived here has digest {mine[:12]}, the run's is {theirs[:12]}",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from swarmtrain.checkpoint import Checkpoint
 from swarmtrain.inference import stage_parameters
-from swarmtrain.model.initial import token_table
+from swarmtrain.model.table import token_table
 from swarmtrain.model.layout import EMBEDDING, HEAD, Role, StagePlan, TensorSpec, plan_stages
 from swarmtrain.run.manifest import Manifest
 
@@ -83,6 +83,6 @@ def _dense(manifest: Manifest, spec: TensorSpec, value: Tensor, basis: Tensor | 
         wide = basis.double() @ wide  # (d, in)
     elif basis is not None and spec.role is Role.FACTOR_ROWS:
         wide = wide @ basis.double().T  # (V, d)
-    if spec.name == EMBEDDING and manifest.boundary.kind != "dense":
-        wide = wide + token_table(manifest).double()  # (V, d)
+    if spec.name == EMBEDDING and (table := token_table(manifest)) is not None:
+        wide = wide + table.whole().double()  # (V, d)
     return wide.to(torch.float32)

@@ -6,6 +6,9 @@ q / g = query / key-value heads, e = head width, f = MLP width, v = vocabulary.
 
 A block reads the stream through `read` (the hidden state h in R^d) and writes by adding (., w) to it. In the subspace
 kind the writers have k output columns, so the sum stays in coordinates: no norm, gain, bias or dropout may follow them.
+
+The type of a weight is that of its product. With weights in bf16 (`model.precision`), factors are rounded to it; the
+stream, norms and rotations stay in fp32.
 """
 
 from __future__ import annotations
@@ -31,12 +34,14 @@ class Matrix(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_size, in_size, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x @ weight.T"""
-        return F.linear(x, self.weight)
+        """x @ weight.T, in the weight's type."""
+        return F.linear(x.to(self.weight.dtype), self.weight)
 
     def added_to(self, stream: Tensor, x: Tensor) -> Tensor:
-        """stream + x @ weight.T in one pass."""
-        return torch.addmm(stream, x, self.weight.t())
+        """stream + x @ weight.T, in the stream's type; in one pass if the weight has that type too."""
+        if self.weight.dtype == stream.dtype:
+            return torch.addmm(stream, x, self.weight.t())
+        return stream + self(x)
 
 
 class RMSNorm(nn.Module):
@@ -48,8 +53,9 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """x scaled to unit mean square, times the gain."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
+        """x scaled to unit mean square, times the gain: computed in the type of x, rounded to that of the gain."""
+        normed = F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.epsilon)
+        return normed.to(self.weight.dtype)
 
 
 def rotary_table(model: ModelSection, num_positions: int, device: torch.device, dtype: torch.dtype) -> Rotary:
@@ -65,7 +71,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Turn (s, heads, n, e) by its position; the two halves of e are the pairs, as in LLaMA checkpoints."""
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):

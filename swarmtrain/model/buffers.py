@@ -1,7 +1,8 @@
 """The flat buffers of a stage's state: where every tensor lies, and how the state is cut into chunks. No allocation.
 
 With `schedule.delay` the weights that open steps compute with belong to the state: whoever has it can compute every
-open step. A checkpoint does not hold them, since it is a barrier: there they are the parameters.
+open step. A checkpoint does not hold them, since it is a barrier: there they are the parameters. Where microbatches
+compute in bf16, such weights are bf16 copies.
 
 All tensors of a stage lie in one flat buffer each for parameters, first and second moments, every tensor at a multiple
 of 64 bytes, so that kernels see the same alignment in every split.
@@ -21,7 +22,7 @@ from swarmtrain.model.memory import check_memory, does_not_fit, free_bytes
 from swarmtrain.model.reduce_bytes import factor_rank
 from swarmtrain.run.manifest import Manifest
 
-_ALIGNMENT = 16  # elements: 64 bytes of fp32
+_ALIGNED_BYTES = 64
 CHUNK_BYTES = 1 << 20
 
 
@@ -69,7 +70,8 @@ class StateLayout:
     def __init__(self, manifest: Manifest, index: int, dtype: torch.dtype = torch.float32) -> None:
         self.manifest = manifest
         self.plan: StagePlan = plan_stages(manifest)[index]
-        self.slots, size, moment_size = _lay_out(self.plan)
+        self.weights_dtype = torch.bfloat16 if manifest.is_rounded else dtype  # of what microbatches compute with
+        self.slots, size, moment_size = _lay_out(self.plan, _ALIGNED_BYTES // (2 if manifest.is_rounded else 4))
         d = manifest.model.hidden_size
         self.has_basis = manifest.has_subspace
         self.tracks = self.plan.is_last and manifest.boundary.track_every > 0
@@ -88,9 +90,9 @@ class StateLayout:
             self.buffers.append(BufferSpec("right_factors", self.right_elements, torch.float32))
         self.is_delayed = manifest.schedule.delay > 0
         if self.is_delayed:
-            self.buffers.append(BufferSpec(WEIGHTS, size, dtype))
+            self.buffers.append(BufferSpec(WEIGHTS, size, self.weights_dtype))
             if manifest.schedule.predict:  # else they are the parameters
-                self.buffers.append(BufferSpec(NEXT_WEIGHTS, size, dtype))
+                self.buffers.append(BufferSpec(NEXT_WEIGHTS, size, self.weights_dtype))
 
     def index(self, name: str) -> int | None:
         """Where a buffer is among all, if this stage has it."""
@@ -174,13 +176,14 @@ def state_digest(stage: int, step: int, basis_epoch: int, chunks: Sequence[bytes
     return root.hexdigest()
 
 
-def _lay_out(plan: StagePlan) -> tuple[list[Slot], int, int]:
+def _lay_out(plan: StagePlan, alignment: int) -> tuple[list[Slot], int, int]:
+    """Slots, and elements of parameters and of second moments; every slot starts at a multiple of `alignment`."""
     slots, offset, moment_offset = [], 0, 0
     for spec in plan.tensors:
         moment_size = spec.second_moment_size
         slots.append(Slot(spec, offset, moment_offset, moment_size))
-        offset = _aligned(offset + spec.num_elements)
-        moment_offset = _aligned(moment_offset + moment_size)
+        offset = _aligned(offset + spec.num_elements, alignment)
+        moment_offset = _aligned(moment_offset + moment_size, alignment)
     return slots, offset, moment_offset
 
 
@@ -193,5 +196,5 @@ def _num_fused(manifest: Manifest, plan: StagePlan, slots: list[Slot]) -> int:
     return slots[1].offset if is_shared else 0
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _aligned(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment

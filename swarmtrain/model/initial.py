@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from swarmtrain.model.layout import Role, TensorSpec, embedding_spread
+from swarmtrain.model.layout import Role, TensorSpec
 from swarmtrain.run.manifest import Manifest
 
 _DRAW_CHUNK = 1 << 16  # elements drawn at once; part of the definition, since it orders the random words
@@ -24,19 +25,38 @@ def draw_normal(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
     Each is the sum of twelve 16-bit uniform integers, scaled by a power of two: exact, so the same on every processor.
     The tails end at 6; the fourth moment is 2.9 instead of 3.
     """
-    key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(key, "little") >> 1)
     values = torch.empty(math.prod(shape), dtype=torch.float32, device="cpu")
-    for start in range(0, values.numel(), _DRAW_CHUNK):
-        chunk = values[start : start + _DRAW_CHUNK]
-        words = torch.empty(3 * chunk.numel(), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    start = 0
+    for chunk in normal_chunks(seed, name, values.numel()):
+        values[start : start + chunk.numel()] = chunk
+        start += chunk.numel()
+    return values.view(shape)
+
+
+def normal_chunks(seed: int, name: str, count: int) -> Iterator[Tensor]:
+    """The numbers of `draw_normal` in order, some at a time."""
+    generator = _generator(seed, name)
+    for start in range(0, count, _DRAW_CHUNK):
+        size = min(_DRAW_CHUNK, count - start)
+        words = torch.empty(3 * size, dtype=torch.int64).random_(-(2**63), None, generator=generator)
         pieces = words.view(torch.int16).view(12, -1).unbind()
         total = pieces[0].int()
         for piece in pieces[1:]:
             total += piece
-        chunk.copy_(total)
-    # A piece lies in [-2**15, 2**15): mean -1/2, variance (2**32 - 1) / 12.
-    return values.add_(6.0).mul_(2.0**-16).view(shape)
+        # A piece lies in [-2**15, 2**15): mean -1/2, variance (2**32 - 1) / 12.
+        yield total.float().add_(6.0).mul_(2.0**-16)
+
+
+def draw_bytes(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Random bytes, uint8, that depend on (seed, name, shape) only."""
+    count = math.prod(shape)
+    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None, generator=_generator(seed, name))
+    return words.view(torch.uint8)[:count].view(shape)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator(device="cpu").manual_seed(int.from_bytes(key, "little") >> 1)
 
 
 def initial_tensor(manifest: Manifest, spec: TensorSpec, basis: Tensor | None) -> Tensor:
@@ -66,9 +86,3 @@ def initial_tensor(manifest: Manifest, spec: TensorSpec, basis: Tensor | None) -
 
 def _factor_scale(manifest: Manifest, spec: TensorSpec) -> float:
     return spec.spread * math.sqrt(manifest.model.hidden_size / manifest.boundary.k)
-
-
-def token_table(manifest: Manifest) -> Tensor:
-    """T: the frozen, full-rank token table, (V, d) fp32. Zero rows' worth of training; it tells tokens apart."""
-    shape = (manifest.model.vocab_size, manifest.model.hidden_size)
-    return draw_normal(manifest.run.seed, "token_table", shape) * embedding_spread(manifest)

@@ -106,6 +106,14 @@ def boundary_width(manifest: Manifest) -> int:
     return manifest.model.hidden_size if manifest.boundary.kind == "dense" else manifest.boundary.k
 
 
+def table_bytes(manifest: Manifest) -> int:
+    """Of the frozen token table on every stage: fp32 numbers or bits; none with a dense boundary."""
+    if manifest.boundary.kind == "dense":
+        return 0
+    entries = manifest.model.vocab_size * manifest.model.hidden_size
+    return entries // 8 if manifest.boundary.table == "signs" else 4 * entries
+
+
 def embedding_spread(manifest: Manifest) -> float:
     """Standard deviation of the token vectors: unit size, or that of a head when the head is tied to them."""
     return manifest.model.hidden_size**-0.5 if manifest.model.tie_embeddings else 1.0

@@ -2,6 +2,9 @@
 
 With gradients wanted, a chunk's are made while its scores are there. So what waits for the backward is the gradient of
 the hidden states and that of the head's weight, and nothing of size tokens x vocabulary.
+
+With factors in bf16, scores are widened to fp32 before the softmax. Their gradient is rounded to bf16 for its two
+products, and the products of chunks are added in fp32.
 """
 
 from __future__ import annotations
@@ -14,11 +17,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 1 << 27  # of fp32 scores; a chunk holds them twice
+_PRODUCT_ROWS = 1 << 13  # of the head's gradient
 
 
 def chunk_rows(vocab_size: int) -> int:
     """Tokens of one chunk. The vocabulary alone decides: the order of sums is the same in every precision."""
     return max(1, CHUNK_BYTES // (4 * vocab_size))
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In fp32, if it is narrower."""
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def head_loss(h: Tensor, weight: Tensor, targets: Tensor, rows: int | None = None) -> Tensor:
@@ -35,7 +44,7 @@ class _Found:
 
     def __init__(self, h: Tensor, weight: Tensor) -> None:
         self.h = torch.empty_like(h)  # (t, d)
-        self.weight = torch.zeros_like(weight)  # (v, d)
+        self.weight = torch.zeros_like(weight, dtype=wide(weight[:0]).dtype)  # (v, d)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -51,11 +60,11 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         found, ctx.found = ctx.found, None
         assert found is not None, "the gradients of a loss can be had once"
-        return found.h.mul_(gradient), found.weight.mul_(gradient), None, None
+        return found.h.mul_(gradient), found.weight.mul_(gradient).to(found.h.dtype), None, None
 
 
 def _run(h: Tensor, weight: Tensor, targets: Tensor, rows: int, found: _Found | None) -> Tensor:
-    total = torch.zeros((), dtype=h.dtype, device=h.device)
+    total = torch.zeros((), dtype=wide(h[:0]).dtype, device=h.device)
     for start in range(0, h.shape[0], rows):
         total += _chunk(h, weight, targets, slice(start, start + rows), found)
     return total / h.shape[0]
@@ -64,11 +73,22 @@ def _run(h: Tensor, weight: Tensor, targets: Tensor, rows: int, found: _Found | 
 def _chunk(h: Tensor, weight: Tensor, targets: Tensor, span: slice, found: _Found | None) -> Tensor:
     """The summed loss of a chunk's tokens. Its scores are gone when it returns."""
     chunk, target = h[span], targets[span]
-    scores = F.log_softmax(F.linear(chunk, weight), dim=-1)  # (rows, v)
+    scores = F.log_softmax(wide(F.linear(chunk, weight)), dim=-1)  # (rows, v)
     loss = F.nll_loss(scores, target, reduction="sum")
     if found is not None:
         scores.exp_().mul_(1.0 / h.shape[0])
         scores.scatter_add_(1, target[:, None], scores.new_full((len(target), 1), -1.0 / h.shape[0]))
-        torch.mm(scores, weight, out=found.h[span])
-        found.weight.addmm_(scores.t(), chunk)
+        gradient = scores.to(weight.dtype)
+        torch.mm(gradient, weight, out=found.h[span])
+        _add_product(found.weight, gradient, chunk)
     return loss
+
+
+def _add_product(total: Tensor, gradient: Tensor, chunk: Tensor) -> None:
+    """total (v, d) += gradient.T @ chunk."""
+    if gradient.dtype == total.dtype:
+        total.addmm_(gradient.t(), chunk)
+        return
+    for start in range(0, len(total), _PRODUCT_ROWS):  # a narrow product has to be there before it is added
+        span = slice(start, start + _PRODUCT_ROWS)
+        total[span] += gradient[:, span].t() @ chunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from swarmtrain.model.layout import StagePlan, plan_stages
+from swarmtrain.model.layout import StagePlan, plan_stages, table_bytes
 from swarmtrain.run.manifest import Manifest
 
 _FP32, _FP64 = 4, 8
@@ -83,10 +83,8 @@ def stage_memory(manifest: Manifest, plan: StagePlan) -> int:
     """
     accumulator = _FP64 if manifest.batch.accumulate == "exact" else _FP32
     passing = max(plan.num_parameters * _FP32, muon_working_bytes(plan))
-    is_dense = manifest.boundary.kind == "dense"
-    table = 0 if is_dense else manifest.model.vocab_size * manifest.model.hidden_size * _FP32
     two_steps = manifest.schedule.delay * plan.num_parameters * (2 * _FP32 + accumulator)  # weights of each, a sum more
-    return plan.state_elements * _FP32 + plan.num_parameters * accumulator + table + passing + two_steps
+    return plan.state_elements * _FP32 + plan.num_parameters * accumulator + table_bytes(manifest) + passing + two_steps
 
 
 def muon_working_bytes(plan: StagePlan) -> int:

@@ -13,21 +13,24 @@ the next stage, or on the last stage the loss, goes out. What crosses is (see bl
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from swarmtrain.model.blocks import Block, Matrix, Read, RMSNorm, rotary_table
 from swarmtrain.model.cache import StageCache
 from swarmtrain.model.layout import StagePlan
-from swarmtrain.model.loss import head_loss
+from swarmtrain.model.loss import head_loss, wide
+from swarmtrain.model.table import TokenTable
 from swarmtrain.run.manifest import Manifest
 
 
 class Embedding(nn.Module):
-    """Trainable token vectors (v, w)."""
+    """Trainable token vectors (v, w), read in fp32 or wider."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
@@ -35,7 +38,27 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """(t, w)"""
+        if self.weight.dtype == torch.bfloat16:
+            found: Tensor = _WideRows.apply(self.weight, ids)  # type: ignore[no-untyped-call]
+            return found
         return F.embedding(ids, self.weight)
+
+
+class _WideRows(torch.autograd.Function):
+    """Rows of a bf16 table in fp32. The gradients of a row's tokens are added in fp32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.num_rows = len(weight)
+        return F.embedding(ids, weight).float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        found = torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.num_rows, -1, False)  # (v, w)
+        return found.bfloat16(), None
 
 
 class LearnedBoundary(nn.Module):
@@ -61,9 +84,9 @@ class Stage(nn.Module):
     """The layers of one stage. Its parameters are bound by `StageState`; `basis` and `table` are frozen."""
 
     basis: Tensor | None
-    table: Tensor | None
+    table: TokenTable | None
 
-    def __init__(self, manifest: Manifest, plan: StagePlan, basis: Tensor | None, table: Tensor | None) -> None:
+    def __init__(self, manifest: Manifest, plan: StagePlan, basis: Tensor | None, table: TokenTable | None) -> None:
         super().__init__()
         model, kind = replace(manifest.model, ffn_size=manifest.ffn_size), manifest.boundary.kind
         self.model, self.kind, self.plan = model, kind, plan
@@ -85,7 +108,7 @@ class Stage(nn.Module):
             if not model.tie_embeddings:
                 self.head = Matrix(model.vocab_size, model.hidden_size)
         self.register_buffer("basis", basis, persistent=False)
-        self.register_buffer("table", table, persistent=False)
+        self.table = table
         self._rotary = {0: rotary_table(model, 0, torch.device("cpu"), torch.float32)}
         self.recomputes = False  # keep layers' inputs only, and compute a layer again when its backward comes
         self.exit_state: Tensor | None = None  # h where the stream leaves S, of the last forward; for tracking
@@ -101,7 +124,7 @@ class Stage(nn.Module):
 
     def logits(self, ids: Tensor, boundary: Tensor | None, cache: StageCache | None = None) -> Tensor:
         """The last stage's scores (t, v); with a cache as in `forward`."""
-        return F.linear(self._final(ids, boundary, cache), self._head_weight())
+        return wide(F.linear(self._final(ids, boundary, cache), self._head_weight()))
 
     def loss(self, ids: Tensor, targets: Tensor, boundary: Tensor | None) -> Tensor:
         """Mean cross-entropy over the microbatch's tokens; targets is (s, n)."""
@@ -139,7 +162,7 @@ class Stage(nn.Module):
         if self.kind == "dense":
             return (self.embedding(ids.reshape(-1)) if boundary is None else boundary.flatten(0, 1)), _as_it_is
         assert self.table is not None
-        anchor = F.embedding(ids.reshape(-1), self.table)  # (t, d)
+        anchor = self.table.rows(ids.reshape(-1))  # (t, d)
         if self.kind == "learned":
             if boundary is None:
                 return self.embedding(ids.reshape(-1)) + anchor, _as_it_is
@@ -159,11 +182,11 @@ class Stage(nn.Module):
             return stream
         assert self.table is not None
         if self.kind == "learned":
-            above_table = stream - F.embedding(ids.reshape(-1), self.table)
+            above_table = stream - self.table.rows(ids.reshape(-1))
             coordinates: Tensor = self._learned(self.plan.index).encoder(above_table)  # (t, k)
-            return coordinates
+            return coordinates.to(stream.dtype)
         assert self.basis is not None
-        return (stream - F.embedding(ids.reshape(-1), self.table)) @ self.basis  # (t, k)
+        return (stream - self.table.rows(ids.reshape(-1))) @ self.basis  # (t, k)
 
     def _head_weight(self) -> Tensor:
         """(v, d); of a tied head, made of the embedding."""
@@ -173,10 +196,11 @@ class Stage(nn.Module):
         if self.kind == "dense":
             return self.embedding.weight
         assert self.table is not None
+        table, trained = self.table.whole(), self.embedding.weight
         if self.kind == "subspace":
             assert self.basis is not None
-            return torch.addmm(self.table, self.embedding.weight, self.basis.t())
-        return self.embedding.weight + self.table
+            return torch.addmm(table, trained.to(table.dtype), self.basis.t()).to(trained.dtype)
+        return (trained + table).to(trained.dtype)
 
     def _learned(self, boundary: int) -> LearnedBoundary:
         found = self.boundaries[str(boundary)]

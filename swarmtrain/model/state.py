@@ -14,10 +14,11 @@ from torch import Tensor
 from swarmtrain.errors import CheckpointError
 from swarmtrain.model.buffers import NEXT_WEIGHTS, WEIGHTS, Slot, StateLayout, chunk_digests, state_digest
 from swarmtrain.model.exact import Accumulator, make_accumulator
-from swarmtrain.model.initial import draw_normal, initial_tensor, token_table
+from swarmtrain.model.initial import draw_normal, initial_tensor
 from swarmtrain.model.layout import StagePlan
 from swarmtrain.model.stage import Stage
 from swarmtrain.model.subspace import first_basis
+from swarmtrain.model.table import token_table
 from swarmtrain.run.manifest import Manifest
 
 _VERSIONS = (WEIGHTS, NEXT_WEIGHTS)
@@ -37,6 +38,7 @@ class StageState:
 
     Without a delay every step computes with the parameters themselves. With `schedule.delay` two steps may be open, and
     each has weights of its own: step u's lie in slot u % 2 of `versions`, until step u is applied.
+    With `model.precision` = bf16, what microbatches compute with is always a copy, rounded once per step.
     """
 
     def __init__(
@@ -52,28 +54,41 @@ class StageState:
         self.parameters, self.first_moment, self.second_moment = self._flat[:3]
         self.basis: Tensor | None = None  # U, (d, k)
         self.gram: Tensor | None = self._flat[4] if self.layout.tracks else None  # C since U last moved
-        table: Tensor | None = None  # T, (V, d)
+        self._table = token_table(manifest, self.device, dtype)
         if self.layout.has_basis:
             self.basis = self._flat[3].view(manifest.model.hidden_size, manifest.boundary.k)
             self.basis.copy_(first_basis(manifest))
-        if manifest.boundary.kind != "dense":
-            table = token_table(manifest).to(self.device, dtype)
         factors = self.layout.index("right_factors")
         self.right_factors: Tensor | None = None if factors is None else self._flat[factors]  # PowerSGD's Q
         self._fill_initial()
-        self.newest = self._weights(self.parameters, table)
-        self.versions = [self._weights(flat, table) for flat in self._version_buffers()]
+        self.versions = [self._weights(flat) for flat in self._version_buffers()]
+        self._own: Weights | None = None  # of the newest parameters, where no version is
+        if not manifest.is_rounded:
+            self._own = self._weights(self.parameters)
+        elif not self.versions:
+            self._own = self._weights(torch.empty_like(self.parameters, dtype=self.layout.weights_dtype))
+        self._before: Tensor | None = None  # the parameters before the update under way, for a prediction in bf16
         self.make_versions()
 
     @property
+    def newest(self) -> Weights:
+        """What the newest parameters compute with. To be taken anew after each update."""
+        if self._own is not None:
+            return self._own
+        if not self.manifest.schedule.predict:
+            return self.versions[(self.step + 1) % 2]
+        return self._weights(self.parameters.to(self.layout.weights_dtype))
+
+    @property
     def module(self) -> Stage:
-        """The module that computes with the parameters."""
+        """A module that computes with the newest parameters."""
         return self.newest.module
 
     @property
     def modules(self) -> list[Stage]:
-        """All modules."""
-        return [self.newest.module, *(weights.module for weights in self.versions)]
+        """All modules that microbatches compute with."""
+        own = [] if self._own is None else [self._own.module]
+        return [*own, *(weights.module for weights in self.versions)]
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -90,22 +105,32 @@ class StageState:
 
     def before_update(self) -> None:
         """The step under way will be applied now: its weights are not needed any more, the parameters before it are."""
-        if self.versions and self.manifest.is_predicted(self.step + 2):
-            self.versions[self.step % 2].flat.copy_(self.parameters)
+        if not self.versions or not self.manifest.is_predicted(self.step + 2):
+            return
+        if self.manifest.is_rounded:  # a rounded copy would add its error to the change
+            self._before = self.parameters.clone()
+        else:
+            self._before = self.versions[self.step % 2].flat.copy_(self.parameters)
 
     def make_versions(self) -> None:
         """After an update: the weights of the steps that compute with this state."""
         manifest, step = self.manifest, self.step
         if not self.versions:
+            self._round_own()
             return
         if manifest.weights_step(step) == step:  # a barrier, or the delay has not begun
             self.versions[step % 2].flat.copy_(self.parameters)
         later = self.versions[(step + 1) % 2].flat
         if manifest.is_predicted(step + 1):
-            torch.sub(self.parameters, later, out=later)
-            later.add_(self.parameters)
+            before, self._before = self._before, None
+            assert before is not None, "`before_update` was not called"
+            later.copy_(torch.sub(self.parameters, before, out=before).add_(self.parameters))
         else:
             later.copy_(self.parameters)
+
+    def _round_own(self) -> None:
+        if self._own is not None and self._own.flat is not self.parameters:
+            self._own.flat.copy_(self.parameters)
 
     @property
     def tracks(self) -> bool:
@@ -187,16 +212,19 @@ class StageState:
         if not self.layout.is_delayed:
             return []
         found = [self._flat[index] for index, spec in enumerate(self.layout.buffers) if spec.name in _VERSIONS]
-        return [*found, *(torch.empty_like(self.parameters) for _ in range(2 - len(found)))]
+        more = 2 - len(found)
+        return [*found, *(torch.empty_like(self.parameters, dtype=self.layout.weights_dtype) for _ in range(more))]
 
     def _share_weights(self) -> None:
-        """The next step's weights, where the state does not name them: they are the parameters."""
+        """After loading: weights that the state does not name. They are the parameters."""
+        self._before = None
+        self._round_own()
         if self.versions and not self.manifest.schedule.predict:
             self.versions[(self.step + 1) % 2].flat.copy_(self.parameters)
 
-    def _weights(self, flat: Tensor, table: Tensor | None) -> Weights:
+    def _weights(self, flat: Tensor) -> Weights:
         """A module whose parameters are views of `flat`."""
-        module = Stage(self.manifest, self.plan, self.basis, table)
+        module = Stage(self.manifest, self.plan, self.basis, self._table)
         names = [slot.spec.name for slot in self.slots]
         assert sorted(dict(module.named_parameters())) == sorted(names), "the layout and the module disagree"
         parameters: list[Tensor] = []

@@ -112,8 +112,8 @@ def _library() -> Path:
     if compiler is None:
         raise FileNotFoundError("there is no C compiler")
     source = (resources.files("swarmtrain.native") / "loops.c").read_bytes()
-    what = b"\0".join([source, compiler.encode(), " ".join(_FLAGS).encode(), _processor()])
-    directory = _cache()
+    what = b"\0".join([source, compiler.encode(), " ".join(_FLAGS).encode(), processor()])
+    directory = cache_directory()
     path = directory / f"loops-{hashlib.sha256(what).hexdigest()[:16]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=directory) as work:
@@ -124,8 +124,8 @@ def _library() -> Path:
     return path
 
 
-def _cache() -> Path:
-    """A directory that only this user can write to: what lies in it is executed."""
+def cache_directory() -> Path:
+    """A directory that only this user can write to: what lies in it is executed. OSError if there is none."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swarmtrain" / "native"
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = base.stat()
@@ -134,7 +134,7 @@ def _cache() -> Path:
     return base
 
 
-def _processor() -> bytes:
+def processor() -> bytes:
     """Names the kind of processor: a home directory may be shared by machines of several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

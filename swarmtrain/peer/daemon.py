@@ -23,6 +23,7 @@ from swarmtrain.chain.exclusions import Exclusions
 from swarmtrain.directory.directory import Directory, DirectoryOptions
 from swarmtrain.errors import SwarmtrainError, UsageError
 from swarmtrain.machine import Machine, ThisMachine
+from swarmtrain.native.bf16 import require_bf16
 from swarmtrain.observe.control import Command
 from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.observe.keeper import StatusKeeper
@@ -198,6 +199,8 @@ class PeerDaemon:
     async def _settle(self, stack: contextlib.AsyncExitStack, joined: _Joined) -> _Settled:
         """The stage: which one, whether it fits, its tensors, and what answers its messages."""
         link, manifest = joined.link, joined.manifest
+        if manifest.is_rounded:
+            await world.in_thread(partial(require_bf16, self.options.device))
         if self.options.stage == AUTO:
             stages = fitting_stages(manifest, self.options)
             patience = Patience(self.options.find_s, lambda text: self._say_phase("waiting", text))

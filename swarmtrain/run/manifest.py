@@ -19,6 +19,8 @@ from swarmtrain.run.fields import key, one_line, read_section, rule_of, toml_val
 
 BOUNDARY_KINDS = ("subspace", "projected", "dense", "learned")
 OPTIMIZER_KINDS = ("adamw", "muon")
+PRECISIONS = ("fp32", "bf16")
+TABLES = ("normal", "signs")
 MAX_MANIFEST_BYTES = 1 << 20
 _CODEC = r"[a-z0-9][a-z0-9+:=,.\-]{0,63}"
 
@@ -45,6 +47,9 @@ class ModelSection:
     rope_theta: float = key("base of the rotary positions", default=10000.0, low=1.0, high=1e9)
     norm_epsilon: float = key("added to the mean square in RMSNorm", default=1e-5, low=1e-12, high=1e-1)
     tie_embeddings: bool = key("the head is the embedding's transpose", default=False)
+    precision: str = key(
+        "bf16: products and attention; all sums and the state are fp32", default="fp32", choices=PRECISIONS
+    )
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class BoundarySection:
     track_rate: float = key("size of a move on the Grassmann manifold", default=0.1, low=0.0, high=1e6)
     reproject_every: int = key("projected: steps between re-projections", default=50, low=1, high=10**9)
     anchor_rank: int = key("learned: rank of each boundary's trained token vectors", default=8, low=1, high=2**16)
+    table: str = key("the frozen token table: numbers, or one bit per entry", default="normal", choices=TABLES)
     match_parameters: bool = key("subspace: parameters saved by the factors go into MLP width", default=False)
 
 
@@ -184,6 +190,11 @@ class Manifest:
     def digest(self) -> str:
         """SHA-256 of the canonical form, in hex."""
         return hashlib.sha256(self.canonical().encode()).hexdigest()
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether microbatches compute with copies of the parameters in bf16."""
+        return self.model.precision == "bf16"
 
     @property
     def has_subspace(self) -> bool:
@@ -354,8 +365,12 @@ def _check_shapes(manifest: Manifest) -> None:
         raise ManifestError("boundary.match_parameters", f"only subspace saves parameters; kind is {boundary.kind}")
     if not manifest.has_subspace and boundary.track_every:
         raise ManifestError("boundary.track_every", f"only a subspace can be tracked; boundary.kind is {boundary.kind}")
+    if boundary.kind == "projected" and manifest.is_rounded:
+        raise ManifestError("model.precision", "is bf16; with boundary.kind = projected, rounded weights would leave S")
     if boundary.kind == "dense":
         return
+    if boundary.table == "signs" and model.hidden_size % 8:
+        raise ManifestError("boundary.table", f"signs fill whole bytes; model.hidden_size is {model.hidden_size}")
     if boundary.k > model.hidden_size:
         raise ManifestError("boundary.k", f"is {boundary.k}; must be at most model.hidden_size = {model.hidden_size}")
     if boundary.kind == "learned":

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from swarmtrain.native.bf16 import has_bf16
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset
 
@@ -160,6 +161,7 @@ def draw(seed: int, *, standard: bool = False) -> Schedule:
     is_muon = not standard and random.Random(f"optimizer:{seed}").random() < 0.3
     overrides += ["optimizer.kind=muon", "optimizer.learning_rate=0.02"] if is_muon else []
     overrides += [] if standard else _delay(random.Random(f"delay:{seed}"))
+    overrides += [] if standard else _arithmetic(random.Random(f"arithmetic:{seed}"), kind)
     num_faults = 10 if standard else rng.choice((0, 1, 2, 3, 5, 8, 10, 12))
     peers = [f"peer{index}" for index in range(num_peers)]
     faults = sorted(
@@ -184,6 +186,13 @@ def _delay(rng: random.Random) -> list[str]:
         return []
     found = ["schedule.delay=1", f"schedule.predict={str(rng.random() < 0.4).lower()}"]
     return [*found, f"schedule.delay_from={rng.choice((0, 0, 0, 2))}"]
+
+
+def _arithmetic(rng: random.Random, kind: str) -> list[str]:
+    """A token table of signs, and where this machine has it and the boundary allows it, bf16."""
+    has_signs, is_rounded = rng.random() < 0.3, rng.random() < 0.25
+    found = ["boundary.table=signs"] if has_signs else []
+    return [*found, "model.precision=bf16"] if is_rounded and kind != "projected" and has_bf16() else found
 
 
 def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int) -> Fault:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from swarmtrain.model.layout import boundary_width, plan_stages
 from swarmtrain.model.stage import Stage
+from swarmtrain.model.table import NormalTable, TokenTable
 from swarmtrain.model.tracing import LiveBytes
 from swarmtrain.run.manifest import Manifest
 
@@ -35,9 +35,9 @@ def counted(manifest: Manifest, index: int, *, recomputes: bool) -> tuple[int, i
 def _stage(manifest: Manifest, index: int) -> Stage:
     plan, d = plan_stages(manifest)[index], manifest.model.hidden_size
     basis = torch.empty(d, manifest.boundary.k) if manifest.has_subspace else None
-    table: Tensor | None = None
+    table: TokenTable | None = None
     if manifest.boundary.kind != "dense":
-        table = torch.empty(manifest.model.vocab_size, d)
+        table = NormalTable(torch.empty(manifest.model.vocab_size, d))
     stage = Stage(manifest, plan, basis, table)
     stage._rotary = {}
     for spec in plan.tensors:

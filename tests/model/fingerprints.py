@@ -21,11 +21,12 @@ from .chains import tiny
 def fingerprints() -> list[str]:
     """U, T, all initial tensors of two runs, the squared norm of a gradient, the state after three steps from it."""
     found: list[str] = []
-    for manifest in (tiny(), preset("nano", ["model.num_layers=4"])):
+    nano = preset("nano", ["model.num_layers=4"])
+    for manifest in (tiny(), nano, tiny("boundary.table=signs")):
         state = StageState(manifest, 0)
         assert state.basis is not None
         assert state.module.table is not None
-        found += [tensor_digest(state.basis), tensor_digest(state.module.table), state.digest()]
+        found += [tensor_digest(state.basis), tensor_digest(state.module.table.whole()), state.digest()]
         worker = StageWorker(state)
         for step in range(3):
             gradient = draw_normal(step, "gradient", (state.gradient_size,)).double()

@@ -29,7 +29,7 @@ def plain_weights(chain: Chain) -> dict[str, Tensor]:
             value = value @ state.basis.T  # (v, d)
         if role in (Role.FACTOR_ROWS, Role.ROWS_IN_S):
             assert state.module.table is not None
-            value = value + state.module.table
+            value = value + state.module.table.whole()
         weights[name] = value.detach().clone().requires_grad_(True)
     return weights
 
@@ -55,10 +55,11 @@ def logits(chain: Chain, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["subspace", "projected", "dense"])
 @pytest.mark.parametrize("tie", ["true", "false"])
-@pytest.mark.parametrize("k", [16, 4])
-def test_stages_compute_a_plain_llama(kind: str, tie: str, k: int) -> None:
+@pytest.mark.parametrize(("k", "table"), [(16, "normal"), (4, "normal"), (4, "signs")])
+def test_stages_compute_a_plain_llama(kind: str, tie: str, k: int, table: str) -> None:
     """k = d is the dense model itself; k < d the dense model with these weights. Logits and gradients are equal."""
-    chain = Chain(tiny(*SMALL, f"boundary.kind={kind}", f"model.tie_embeddings={tie}", f"boundary.k={k}"))
+    overrides = (f"boundary.kind={kind}", f"model.tie_embeddings={tie}", f"boundary.k={k}", f"boundary.table={table}")
+    chain = Chain(tiny(*SMALL, *overrides))
     chain.step(some_tokens(chain.manifest, 1))  # gains are no longer ones
     tokens, shape = some_tokens(chain.manifest), chain.manifest.model
     weights = plain_weights(chain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from needs import needs_bf16
 
 from swarmtrain.model.activations import activations
 from swarmtrain.model.layout import plan_stages
@@ -13,12 +14,13 @@ from .chains import Chain, some_tokens, tiny
 from .fakes import counted
 
 KINDS = ("subspace", "projected", "dense", "learned")
+IN_BF16 = [pytest.param(kind, "bf16", marks=needs_bf16()) for kind in KINDS if kind != "projected"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "precision"), [*((kind, "fp32") for kind in KINDS), *IN_BF16])
 @pytest.mark.parametrize("extra", [(), ("model.tie_embeddings=true",), ("boundary.tail_layers=2", "stages.count=2")])
-def test_layers_that_are_computed_again_give_the_same_bits(kind: str, extra: tuple[str, ...]) -> None:
-    chain = Chain(tiny(f"boundary.kind={kind}", *extra), torch.float32)
+def test_layers_that_are_computed_again_give_the_same_bits(kind: str, precision: str, extra: tuple[str, ...]) -> None:
+    chain = Chain(tiny(f"boundary.kind={kind}", f"model.precision={precision}", *extra), torch.float32)
     tokens = some_tokens(chain.manifest)
     loss, gradients = chain.loss(tokens), chain.gradients(tokens)
     computed = []

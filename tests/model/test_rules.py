@@ -17,6 +17,7 @@ from swarmtrain.model.blocks import Matrix
 from swarmtrain.model.initial import draw_normal
 from swarmtrain.model.stage import Stage
 from swarmtrain.model.subspace import first_basis
+from swarmtrain.model.table import NormalTable
 
 from .chains import Chain, boundary_errors, exactness, relative, some_tokens, tiny
 
@@ -159,8 +160,8 @@ def test_another_token_table_on_one_stage_is_not_exact(kind: str) -> None:
     split, whole = (Chain(tiny(f"boundary.kind={kind}", f"stages.count={count}")) for count in (4, 1))
     tokens = some_tokens(split.manifest)
     table = split.workers[2].state.module.table
-    assert table is not None
-    table[int(tokens[0, 0])] += 0.01
+    assert isinstance(table, NormalTable)
+    table.values[int(tokens[0, 0])] += 0.01
     found = exactness(split, whole, tokens)
     assert found.reconstruction > 1e-4, found
     assert found.loss > 1e-7, found

@@ -44,7 +44,9 @@ def test_memory_covers_what_a_stage_allocates(kind: str, optimizer: str) -> None
         state = StageState(manifest, plan.index)
         table = state.module.table
         held = 4 * (
-            2 * state.parameters.numel() + state.second_moment.numel() + (table.numel() if table is not None else 0)
+            2 * state.parameters.numel()
+            + state.second_moment.numel()
+            + (table.whole().numel() if table is not None else 0)
         )
         held += 8 * state.gradient_size  # the exact sum
         held += max(4 * state.parameters.numel(), muon_working_bytes(plan))  # one microbatch's gradient

@@ -12,13 +12,15 @@ from .chains import Chain, boundary_errors, exactness, relative, some_tokens, ti
 
 KINDS = ("subspace", "projected", "dense")
 TIES = ("true", "false")
+TABLES = ("normal", "signs")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("stages", [2, 4, 8])
-def test_split_model_is_the_whole_model(kind: str, tie: str, stages: int) -> None:
-    overrides = (f"boundary.kind={kind}", f"model.tie_embeddings={tie}")
+def test_split_model_is_the_whole_model(kind: str, tie: str, table: str, stages: int) -> None:
+    overrides = (f"boundary.kind={kind}", f"model.tie_embeddings={tie}", f"boundary.table={table}")
     split, whole = Chain(tiny(*overrides, f"stages.count={stages}")), Chain(tiny(*overrides, "stages.count=1"))
     found = exactness(split, whole, some_tokens(split.manifest))
     assert found.holds(), found
@@ -27,8 +29,9 @@ def test_split_model_is_the_whole_model(kind: str, tie: str, stages: int) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tie", TIES)
-def test_split_model_is_the_whole_model_after_training_steps(kind: str, tie: str) -> None:
-    overrides = (f"boundary.kind={kind}", f"model.tie_embeddings={tie}")
+@pytest.mark.parametrize("table", TABLES)
+def test_split_model_is_the_whole_model_after_training_steps(kind: str, tie: str, table: str) -> None:
+    overrides = (f"boundary.kind={kind}", f"model.tie_embeddings={tie}", f"boundary.table={table}")
     split, whole = Chain(tiny(*overrides)), Chain(tiny(*overrides, "stages.count=1"))
     for step in range(3):
         split.step(some_tokens(split.manifest, 2 * step), some_tokens(split.manifest, 2 * step + 1))
@@ -48,9 +51,10 @@ def test_explicit_uneven_splits_change_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("tail", [0, 1, 2])
+@pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("kind", ["subspace", "projected"])
-def test_any_number_of_tail_layers_is_exact(kind: str, tail: int) -> None:
-    overrides = (f"boundary.kind={kind}", f"boundary.tail_layers={tail}")
+def test_any_number_of_tail_layers_is_exact(kind: str, table: str, tail: int) -> None:
+    overrides = (f"boundary.kind={kind}", f"boundary.tail_layers={tail}", f"boundary.table={table}")
     split, whole = Chain(tiny(*overrides)), Chain(tiny(*overrides, "stages.count=1"))
     assert exactness(split, whole, some_tokens(split.manifest)).holds()
     free_writers = [
@@ -93,8 +97,9 @@ def test_only_the_boundary_width_crosses() -> None:
         assert gradients[0].boundary is None
 
 
-def test_projected_boundary_loses_nothing_of_real_activations() -> None:
-    chain = Chain(tiny("boundary.kind=projected", "stages.count=8"))
+@pytest.mark.parametrize("table", TABLES)
+def test_projected_boundary_loses_nothing_of_real_activations(table: str) -> None:
+    chain = Chain(tiny("boundary.kind=projected", "stages.count=8", f"boundary.table={table}"))
     chain.step(some_tokens(chain.manifest, 1))
     errors = boundary_errors(chain, some_tokens(chain.manifest, 2))
     assert len(errors) == 7
@@ -106,9 +111,13 @@ def test_projected_boundary_in_fp32_loses_only_rounding() -> None:
     assert max(boundary_errors(chain, some_tokens(chain.manifest))) < 1e-5
 
 
-def test_every_token_id_finds_its_own_row_on_every_stage() -> None:
+@pytest.mark.parametrize("table_kind", TABLES)
+def test_every_token_id_finds_its_own_row_on_every_stage(table_kind: str) -> None:
     """Ids beyond 65,535 and beyond what half-precision floats can tell apart."""
-    manifest = tiny("model.vocab_size=70001", "stages.count=2", "model.num_layers=2")
+    wide = ("model.hidden_size=48", "model.num_heads=4")  # 2**48 rows of signs
+    manifest = tiny(
+        "model.vocab_size=70001", "stages.count=2", "model.num_layers=2", f"boundary.table={table_kind}", *wide
+    )
     chain = Chain(manifest, torch.float32)
     ids = torch.arange(70001).view(-1, 1)  # (s, 1)
     boundary = torch.zeros(70001, 1, 4)
@@ -116,14 +125,15 @@ def test_every_token_id_finds_its_own_row_on_every_stage() -> None:
     stream, read = module._enter(ids, boundary)
     table = module.table
     assert table is not None
-    assert torch.equal(read(stream), table)
-    assert len(torch.unique(table, dim=0)) == 70001
+    assert torch.equal(read(stream), table.whole())
+    assert len(torch.unique(table.whole(), dim=0)) == 70001
 
 
-def test_token_table_has_full_rank() -> None:
-    table = Chain(tiny()).workers[0].state.module.table
+@pytest.mark.parametrize("kind", TABLES)
+def test_token_table_has_full_rank(kind: str) -> None:
+    table = Chain(tiny(f"boundary.table={kind}")).workers[0].state.module.table
     assert table is not None
-    assert int(torch.linalg.matrix_rank(table)) == 16
+    assert int(torch.linalg.matrix_rank(table.whole())) == 16
 
 
 def test_draws_depend_on_seed_and_name_and_look_normal() -> None:

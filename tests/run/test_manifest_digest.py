@@ -27,6 +27,8 @@ possible_overrides = st.fixed_dictionaries(
         "optimizer.epsilon": st.floats(1e-16, 1.0).map(repr),
         "schedule.steps": st.integers(1, 10**9).map(str),
         "model.tie_embeddings": st.sampled_from(["true", "false"]),
+        "model.precision": st.sampled_from(["fp32", "bf16"]),
+        "boundary.table": st.sampled_from(["normal", "signs"]),
         "stages.layers": st.sampled_from(["[]", "[1, 1, 4, 2]", "[2,2,2,2]"]),
         "wire.forward": st.from_regex(r"[a-z0-9][a-z0-9+:=,.\-]{0,20}", fullmatch=True).map(lambda name: f'"{name}"'),
     }
@@ -70,10 +72,10 @@ def test_every_key_changes_the_digest() -> None:
         "run": {"name": '"other"', "seed": "8"},
         "model": {"vocab_size": "300", "hidden_size": "256", "num_layers": "9", "num_heads": "2", "num_kv_heads": "1"}
         | {"ffn_size": "353", "sequence_length": "64", "rope_theta": "500.0", "norm_epsilon": "1e-6"}
-        | {"tie_embeddings": "true"},
+        | {"tie_embeddings": "true", "precision": '"bf16"'},
         "stages": {"count": "2", "layers": "[1, 3, 2, 2]"},
         "boundary": {"kind": '"projected"', "k": "9", "tail_layers": "2", "track_every": "5", "track_rate": "0.2"}
-        | {"reproject_every": "7", "anchor_rank": "5", "match_parameters": "true"},
+        | {"reproject_every": "7", "anchor_rank": "5", "match_parameters": "true", "table": '"signs"'},
         "reduce": {"codec": '"int8"', "selective": "true"},
         "wire": {"forward": '"bf16"', "backward": '"bf16"'},
         "data": {"source": '"redirected"', "validation_fraction": "0.1"},
