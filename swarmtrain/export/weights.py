@@ -18,8 +18,8 @@ from torch import Tensor
 
 from swarmtrain.checkpoint import Checkpoint
 from swarmtrain.inference import stage_parameters
-from swarmtrain.model.table import token_table
 from swarmtrain.model.layout import EMBEDDING, HEAD, Role, StagePlan, TensorSpec, plan_stages
+from swarmtrain.model.table import token_table
 from swarmtrain.run.manifest import Manifest
 
 _OUTSIDE_LAYERS = {

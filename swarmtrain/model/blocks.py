@@ -41,7 +41,8 @@ class Matrix(nn.Module):
         """stream + x @ weight.T, in the stream's type; in one pass if the weight has that type too."""
         if self.weight.dtype == stream.dtype:
             return torch.addmm(stream, x, self.weight.t())
-        return stream + self(x)
+        found: Tensor = stream + self(x)
+        return found
 
 
 class RMSNorm(nn.Module):

@@ -124,10 +124,8 @@ def _survives(trial: str, environment: dict[str, str]) -> bool:
 
 def _known() -> Path | None:
     """Where the answer is kept; None if there is no place for it."""
-    what = b"\0".join(
-        [TRIAL.encode(), processor(), os.uname().release.encode(), version("torch").encode()]
-        + [os.environ.get(VARIABLE, "").encode()]
-    )
+    software = (os.uname().release, version("torch"), os.environ.get(VARIABLE, ""), TRIAL)
+    what = b"\0".join([processor(), *(part.encode() for part in software)])
     try:
         return cache_directory() / f"bf16-{hashlib.sha256(what).hexdigest()[:16]}"
     except OSError:

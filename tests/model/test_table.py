@@ -91,7 +91,7 @@ def test_the_tables_of_large_presets_are_small() -> None:
 
 
 def test_signs_fill_whole_bytes() -> None:
-    with pytest.raises(ManifestError, match="boundary.table: signs fill whole bytes; model.hidden_size is 20"):
+    with pytest.raises(ManifestError, match=r"boundary\.table: signs fill whole bytes; model\.hidden_size is 20"):
         tiny("boundary.table=signs", "model.hidden_size=20", "model.num_heads=2", "model.num_kv_heads=1")
     tiny("boundary.kind=dense", "boundary.table=signs", "model.hidden_size=20", "model.num_heads=2")
 
