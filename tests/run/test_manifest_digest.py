@@ -27,7 +27,6 @@ possible_overrides = st.fixed_dictionaries(
         "optimizer.epsilon": st.floats(1e-16, 1.0).map(repr),
         "schedule.steps": st.integers(1, 10**9).map(str),
         "model.tie_embeddings": st.sampled_from(["true", "false"]),
-        "model.precision": st.sampled_from(["fp32", "bf16"]),
         "boundary.table": st.sampled_from(["normal", "signs"]),
         "stages.layers": st.sampled_from(["[]", "[1, 1, 4, 2]", "[2,2,2,2]"]),
         "wire.forward": st.from_regex(r"[a-z0-9][a-z0-9+:=,.\-]{0,20}", fullmatch=True).map(lambda name: f'"{name}"'),
