@@ -82,7 +82,13 @@ SWARM = Dashboard(
         ),
         Panel("Peers by state", [Query("sum by (state) (swarmtrain_run_peers) > 0", "{{state}}")], "Over all stages."),
         Panel("Gradient norm", [Query("swarmtrain_run_gradient_norm", "before clipping")], "Of the last step.", "none"),
-        Panel("Learning rate", [Query("swarmtrain_run_learning_rate", "learning rate")], "Of the last step.", "none"),
+        Panel(
+            "Learning rate",
+            [Query("swarmtrain_run_learning_rate", "learning rate")],
+            "Of the last step.",
+            "none",
+            decimals=7,
+        ),
         Panel(
             "Events",
             [Query(f"sum by (event) (increase(swarmtrain_events_total[{RATE}])) > 0", "{{event}}")],
@@ -90,8 +96,8 @@ SWARM = Dashboard(
         ),
         Panel(
             "Contributors",
-            [Query("topk(15, swarmtrain_run_peer_microbatches_total)", "{{peer}}")],
-            "Microbatches counted for each connected peer.",
+            [Query("topk(15, swarmtrain_run_contributor_microbatches)", "{{name}} {{peer}}")],
+            "Microbatches that count as a contributor's; also of those that have left.",
             kind="bargauge",
             width=12,
         ),

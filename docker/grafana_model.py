@@ -31,6 +31,7 @@ class Panel:
     stacked: bool = False
     thresholds: Sequence[tuple[float | None, str]] = ()
     mappings: Sequence[tuple[str, str]] = ()
+    decimals: int | None = None  # digits behind the point; None: as Grafana chooses
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,10 @@ def _panel(panel: Panel) -> dict[str, Any]:
     custom |= {"stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"}}
     defaults: dict[str, Any] = {"unit": panel.unit, "mappings": options}
     defaults["thresholds"] = {"mode": "absolute", "steps": steps}
+    if panel.decimals is not None:
+        defaults["decimals"] = panel.decimals
+    if panel.kind == "bargauge":
+        defaults |= {"min": 0, "color": {"mode": "continuous-GrYlRd"}}  # from 0, or the least contributor has no bar
     if panel.kind == "timeseries":
         defaults["custom"] = custom
     return {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmtrain.chain.receipt import Receipt, ReceiptError
 from swarmtrain.checkpoint import complete, open_checkpoint
+from swarmtrain.coordinator.contributions import Contribution
 from swarmtrain.coordinator.journal import DATA_DIGEST, Decision, Journal
 from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.coordinator.seals import chain_hash
@@ -33,11 +36,8 @@ class Audit:
 
 def audit(state_dir: Path) -> Audit:
     """Check the run in `state_dir` (a coordinator's, or a local swarm's)."""
-    directory = state_dir if (state_dir / "journal.sqlite").exists() else state_dir / "coordinator"
-    path = directory / "journal.sqlite"
-    if not path.exists():
-        raise JournalError(f"no journal in {state_dir}", fix="name a coordinator's state directory")
-    with Journal(path, read_only=True) as journal:
+    directory = _directory(state_dir)
+    with Journal(directory / "journal.sqlite", read_only=True) as journal:
         faults = journal.broken_seals()
         try:
             counts = _audit_run(journal, directory, faults)
@@ -47,6 +47,34 @@ def audit(state_dir: Path) -> Audit:
             # The seals have shown already that the journal was altered; now it cannot be read.
             return Audit(0, 0, 0, 0, (*faults, f"the journal cannot be read to its end: {error}"))
         return Audit(*counts, tuple(faults))
+
+
+def check_receipts(state_dir: Path, receipts: Iterable[Receipt]) -> None:
+    """ReceiptError unless each of these genuine receipts says what the journal in `state_dir` says."""
+    with Journal(_directory(state_dir) / "journal.sqlite", read_only=True) as journal:
+        for receipt in receipts:
+            if journal.get("run_id") != receipt.run:
+                raise ReceiptError(f"the journal in {state_dir} is of another run", fix="name that run's directory")
+            if not receipt.chain or journal.chain_after(receipt.step) != receipt.chain:
+                raise ReceiptError(
+                    f"the receipt of {receipt.peer[-8:]} is of work that the run has taken back since",
+                    fix="a newer receipt says what counts",
+                )
+            known = journal.contributions(before=receipt.step).get(receipt.peer, Contribution())
+            if {str(stage): count for stage, count in known.stages.items()} != receipt.stages:
+                raise ReceiptError(
+                    f"the journal has {known.microbatches} microbatches of {receipt.peer[-8:]} "
+                    f"in {receipt.step} steps, its receipt {receipt.microbatches}",
+                    fix="`swarmtrain audit` says whether the journal was altered",
+                )
+
+
+def _directory(state_dir: Path) -> Path:
+    """Where the journal of a coordinator, or of a local swarm, is."""
+    directory = state_dir if (state_dir / "journal.sqlite").exists() else state_dir / "coordinator"
+    if not (directory / "journal.sqlite").exists():
+        raise JournalError(f"no journal in {state_dir}", fix="name a coordinator's state directory")
+    return directory
 
 
 def _audit_run(journal: Journal, directory: Path, faults: list[str]) -> tuple[int, int, int, int]:

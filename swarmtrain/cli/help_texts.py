@@ -7,7 +7,7 @@ from collections.abc import Mapping
 Options = Mapping[str, tuple[str, ...]]
 
 VERB_GROUPS: Options = {
-    "Take part": ("local", "join", "doctor", "status", "top", "pause", "resume", "drain", "service"),
+    "Take part": ("local", "join", "doctor", "status", "credit", "top", "pause", "resume", "drain", "service"),
     "Coordinate a run": ("presets", "manifest", "plan", "coordinator", "audit"),
     "Use a model": ("train", "eval", "generate", "export", "data"),
     "Study": ("study", "sim"),
@@ -65,6 +65,10 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "doctor": (("swarmtrain doctor INVITE --gpu 0", "try all that joining this run would need"),),
     "status": (("swarmtrain status --json", "every counter, for a program"),),
+    "credit": (
+        ("swarmtrain credit", "what counts as the work of this machine's peers"),
+        ("swarmtrain credit --verify receipt.json --invite INVITE", "whether the run has signed it"),
+    ),
     "top": (
         ("swarmtrain top", "of the coordinator on this machine"),
         ("swarmtrain top http://192.0.2.7:8080/ --once", "one frame, of another"),

@@ -13,6 +13,7 @@ from swarmtrain.cli import (
     audit,
     completion,
     coordinator,
+    credit,
     doctor,
     evaluate,
     export,
@@ -43,7 +44,7 @@ app = App(
 )
 app.add_typer(data_app, name="data", help="Turn text into token shards.")
 app.add_typer(service_app, name="service", help="Have systemd start a peer with the machine, and again after a crash.")
-VERBS = (local, coordinator, join, doctor, status, top, audit, train, evaluate, generate, export)
+VERBS = (local, coordinator, join, doctor, status, credit, top, audit, train, evaluate, generate, export)
 for verb in (*VERBS, study, manifests, plan, sim, completion):
     verb.register(app)
 

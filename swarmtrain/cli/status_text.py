@@ -71,10 +71,11 @@ def told_figures(peer: Snapshot) -> list[str]:
 
 
 def given(peer: Snapshot) -> str:
-    """What counts as a peer's own: `96 microbatches, 98.3k tokens, 41 % of the run's work`."""
+    """What counts as a peer's own: `96 microbatches, 98.3k tokens, 41 % of the run's work, in 3.2 h of steps`."""
     credit = peer["credit"]
     tokens, share = show_count(credit["tokens"]), 100 * credit["share"]
-    return f"{credit['microbatches']:,} microbatches, {tokens} tokens, {share:.3g} % of the run's work"
+    done = f"{credit['microbatches']:,} microbatches, {tokens} tokens, {share:.3g} % of the run's work"
+    return f"{done}, in {show_duration(credit['seconds'])} of steps" if credit["seconds"] else done
 
 
 def spent_here(peer: Snapshot) -> str:

@@ -28,12 +28,14 @@ from swarmtrain.coordinator.apply import Applies
 from swarmtrain.coordinator.bans import Bans
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.curve import PastStep
 from swarmtrain.coordinator.election import elected, electorate
 from swarmtrain.coordinator.heartbeats import Heartbeats
 from swarmtrain.coordinator.journal import DATA_DIGEST, Journal
 from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
+from swarmtrain.coordinator.receipts import Receipts
 from swarmtrain.coordinator.run import Run
 from swarmtrain.coordinator.split_brain import Known, check_running, next_term
 from swarmtrain.coordinator.web import page_routes
@@ -42,7 +44,7 @@ from swarmtrain.data.sampler import Sampler
 from swarmtrain.directory.directory import Directory, DirectoryOptions, TopicRule
 from swarmtrain.errors import StorageError, SwarmtrainError
 from swarmtrain.machine import Machine, ThisMachine
-from swarmtrain.observe.events import Events, PhaseReached
+from swarmtrain.observe.events import Events, PhaseReached, StepApplied
 from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.status import MAX_POINTS
@@ -61,6 +63,7 @@ from swarmtrain.wire.messages import (
     AskMove,
     Code,
     FetchDigests,
+    FetchReceipt,
     FetchRun,
     FetchState,
     Heartbeat,
@@ -251,6 +254,7 @@ class CoordinatorDaemon:
         self._resume()
         applies = Applies(self.context)
         self.heartbeats = Heartbeats(self.context, applies.tell, self._progress)
+        self.receipts = Receipts(self.context, self._key)
         self.moves = Moves(self.context, self.options.moves)
         self.progress = Run(self.context, self.checkpoints, applies, min_peers=self.options.min_peers)
         self._offer = make_offer(manifest, self._key)
@@ -283,9 +287,9 @@ class CoordinatorDaemon:
         for peer_id in self.journal.peers_since(context.step - 1):
             context.missed(peer_id)
         if context.step:
-            context.tally.resume(self.journal.contributions())
+            context.tally.resume(self.journal.contributions(), context.step)
             context.tally.names = self.journal.names()
-            self.keeper.recall(self.journal.curve(MAX_POINTS))
+            self.keeper.recall(past_step(self.options.manifest, known) for known in self.journal.curve(MAX_POINTS))
             self._phase("resume", f"step {context.step}, newest checkpoint at step {self.checkpoints.step}")
 
     async def _handle(self, message: Message, exchange: Exchange) -> Message:
@@ -304,6 +308,8 @@ class CoordinatorDaemon:
             return self._offer
         if isinstance(message, Heartbeat):
             return await self.heartbeats.heartbeat(message, exchange.peer_id)
+        if isinstance(message, FetchReceipt):
+            return self.receipts.fetch(message, exchange.peer_id)
         if isinstance(message, SeekStage):
             return await self.moves.seek(message, exchange.peer_id)
         if isinstance(message, AskMove):
@@ -433,6 +439,21 @@ class CoordinatorDaemon:
 
     def _phase(self, phase: str, detail: str = "") -> None:
         self.events.emit(PhaseReached(phase, detail))
+
+
+def past_step(manifest: Manifest, known: PastStep) -> StepApplied:
+    """A step of the journal as the event that told of it."""
+    speed = manifest.tokens_per_step / known.seconds if known.seconds else 0.0
+    return StepApplied(
+        step=known.step,
+        loss=known.loss,
+        tokens=known.step * manifest.tokens_per_step,
+        tokens_per_s=speed,
+        grad_norm=known.grad_norm,
+        lr=known.learning_rate,
+        val_loss=known.val_loss,
+        at=known.at,
+    )
 
 
 def check_supported(manifest: Manifest) -> None:

@@ -85,7 +85,9 @@ class Heartbeats:
         return verdict if verdict.reason else self._explained(verdict, member)
 
     def _with_progress(self, verdict: Verdict, peer_id: str) -> Verdict:
-        return replace(verdict, progress=self._progress(), credit=self._context.tally.contributed[peer_id])
+        known = self._context.tally.contributions.get(peer_id)
+        told = replace(verdict, progress=self._progress())
+        return told if known is None else replace(told, credit=known.microbatches, credit_s=min(known.seconds, 1e9))
 
     def _check_not_further(self, report: PeerReport, peer_id: str) -> None:
         """Refuse a peer that has applied steps which the journal lacks: a verdict would make it discard them."""

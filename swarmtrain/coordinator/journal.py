@@ -17,6 +17,8 @@ from types import TracebackType
 from typing import Any
 
 from swarmtrain import world
+from swarmtrain.coordinator.contributions import Contribution, read_contributions
+from swarmtrain.coordinator.curve import PastStep, read_curve
 from swarmtrain.coordinator.journal_files import JournalError, JournalFiles
 from swarmtrain.coordinator.seals import SCHEMA as LOG_SCHEMA
 from swarmtrain.coordinator.seals import Row, Seals, broken_seals, chain_hash
@@ -42,6 +44,7 @@ CREATE TABLE IF NOT EXISTS names (peer TEXT PRIMARY KEY, name TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS exclusions (
   number INTEGER PRIMARY KEY, at REAL NOT NULL, step INTEGER NOT NULL, peer TEXT NOT NULL, name TEXT NOT NULL,
   reason TEXT NOT NULL, is_lifted INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS timings (step INTEGER PRIMARY KEY, seconds REAL NOT NULL);
 """
 
 
@@ -141,17 +144,19 @@ class Journal:
         row = self._db.execute("SELECT max(step) FROM steps").fetchone()
         return 0 if row[0] is None else int(row[0]) + 1
 
-    def decide(self, decision: Decision, names: Mapping[str, str] | None = None) -> None:
+    def decide(self, decision: Decision, names: Mapping[str, str] | None = None, *, seconds: float = 0.0) -> float:
         """Write a decision; when this returns it is on disk. Only a roll-back of all stages undoes it.
 
-        `names` are the new names of peers that took part, by peer id.
+        `names` are the new names of peers that took part, by peer id. `seconds`: what the step took. Returns the wall
+        time that is noted as the decision's.
         """
+        decided_at = world.wall()
         chain = chain_hash(self.last_chain(), decision.content())
         moved = [decision.basis] if decision.basis else []
         stages = json.dumps([*([digest, norm] for digest, norm in decision.stages), *moved])
         row = (
             decision.step,
-            world.wall(),
+            decided_at,
             decision.term,
             decision.loss,
             decision.grad_norm,
@@ -169,6 +174,8 @@ class Journal:
             )
             for peer, name in (names or {}).items():
                 self._write("names", (peer, name))
+            self._write("timings", (decision.step, seconds))
+        return decided_at
 
     def note_replica(self, step: int, stage: int, peer: str, incarnation: str, digest: str) -> None:
         """A peer's state digest after `step` applied steps. The next write or `flush` writes it: a commit
@@ -227,9 +234,9 @@ class Journal:
             pairs = tuple((digest, float(squared)) for digest, squared in written)
             yield Decision(step, term, loss, norm, scale, rate, pairs, entries, losses, basis), chain
 
-    def contributions(self) -> dict[str, int]:
-        """Peer -> decided microbatches over all stages."""
-        return dict(self._db.execute("SELECT peer, count(*) FROM entries GROUP BY peer").fetchall())
+    def contributions(self, *, before: int | None = None) -> dict[str, Contribution]:
+        """Peer -> what counts as its own; of the first `before` steps, if it is given."""
+        return read_contributions(self._db, self.num_steps() if before is None else before)
 
     def names(self) -> dict[str, str]:
         """Peer -> what it called itself when it last took part in a step."""
@@ -248,12 +255,14 @@ class Journal:
         rows = self._db.execute(f"SELECT {columns} FROM exclusions ORDER BY number").fetchall()
         return [ExclusionRow(*said, is_lifted=bool(is_lifted)) for *said, is_lifted in rows]
 
-    def curve(self, max_points: int) -> list[tuple[int, float, float, float, float]]:
-        """(step, decided at, loss, gradient norm, learning rate) of about `max_points` steps, evenly chosen."""
-        stride = max(1, -(-self.num_steps() // max_points))
-        columns = "step + 1, decided_at, loss, grad_norm, learning_rate"
-        query = f"SELECT {columns} FROM steps WHERE (step + 1) % ? = 0 ORDER BY step"
-        return self._db.execute(query, (stride,)).fetchall()
+    def curve(self, max_points: int) -> list[PastStep]:
+        """The run's history: see `read_curve`."""
+        return read_curve(self._db, max_points)
+
+    def chain_after(self, step: int) -> str:
+        """The chain hash of the decision with which `step` steps were decided; empty if there is none."""
+        row = self._db.execute("SELECT chain FROM steps WHERE step = ?", (step - 1,)).fetchone()
+        return "" if row is None else str(row[0])
 
     def replicas(self) -> list[tuple[int, int, str, str]]:
         """(step, stage, peer, state digest) of every replica at every step."""
@@ -273,7 +282,7 @@ class Journal:
     def roll_back(self, step: int) -> None:
         """Delete everything after `step` applied steps: the run goes on from the checkpoint of that step."""
         with self._transaction():
-            for table in ("steps", "entries", "losses"):
+            for table in ("steps", "entries", "losses", "timings"):
                 self._db.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))
             for table in ("replicas", "validations"):
                 self._db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))

@@ -173,11 +173,22 @@ class RunObserver:
         ]
 
     def _contributors(self, members: list[Member]) -> list[dict[str, Any]]:
-        """The peers that have done most, those that have left included."""
-        tally = self.context.tally
+        """The peers that have done most, those that have left included; the figures are those of their receipts."""
+        tally, manifest = self.context.tally, self.context.manifest
+        whole = tally.step * manifest.batch.microbatches_per_step * manifest.stages.count
         names = {**tally.names, **{member.peer_id: member.name for member in members if member.name}}
         here = {member.peer_id for member in members}
+        ranked = enumerate(tally.contributed.most_common(MAX_CONTRIBUTORS), start=1)
         return [
-            {"peer": peer, "name": names.get(peer, ""), "microbatches": count, "here": peer in here}
-            for peer, count in tally.contributed.most_common(MAX_CONTRIBUTORS)
+            {
+                "rank": rank,
+                "peer": peer,
+                "name": names.get(peer, ""),
+                "microbatches": count,
+                "tokens": count * manifest.tokens_per_microbatch,
+                "seconds": tally.contributions[peer].seconds,
+                "share": count / whole if whole else 0.0,
+                "here": peer in here,
+            }
+            for rank, (peer, count) in ranked
         ]

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from swarmtrain import world
 from swarmtrain.coordinator.admission import has_state, servers
 from swarmtrain.coordinator.apply import Applies, StepResult
 from swarmtrain.coordinator.checkpointing import Checkpoints, codecs_remember, explained
@@ -28,6 +27,7 @@ FIRST_RETRY_S = 0.5  # between attempts at the last checkpoint; doubled after ea
 MAX_FETCH_RETRY_S = 5.0  # if peers did not send a state
 MAX_WRITE_RETRY_S = 60.0  # if it could not be written: every attempt fetches all states, and a full disk stays full
 WRITE_PATIENCE_S = 20.0  # how long a roll-back waits for a newer checkpoint that is still being fetched
+SHORTEST_S = 1e-6  # of a step: a clock may not tick within it
 ROLL_BACK_AFTER_S = 8.0  # a stage whose state no peer holds for this long, although one waits to host it, is lost
 
 
@@ -74,12 +74,10 @@ class Run:
                 await self._all_stages_served()
                 await leases.allow(context.step)
                 due = self._checkpoint_due(context.step + 1)
-                started = world.monotonic()
                 result = await self._driver.step(checkpoint=due)
-                seconds = world.monotonic() - started
                 if due:
                     await self._checkpoint(result)
-                await self._report(result, seconds)
+                await self._report(result, self._driver.seconds)
         await self._final_checkpoint()
         self._end()
 
@@ -140,7 +138,7 @@ class Run:
         context.term = context.valid_from = context.term + 1
         context.journal.set("term", str(context.term))
         context.journal.roll_back(step)
-        context.tally.resume(context.journal.contributions())
+        context.tally.resume(context.journal.contributions(), step)
         context.step = step
         context.members.forget_steps()
         for index, book in enumerate(context.stages):
@@ -300,7 +298,7 @@ class Run:
             step=context.step,
             loss=decision.loss,
             tokens=context.step * manifest.tokens_per_step,
-            tokens_per_s=manifest.tokens_per_step / seconds,
+            tokens_per_s=manifest.tokens_per_step / max(seconds, SHORTEST_S),
             grad_norm=decision.grad_norm,
             lr=decision.learning_rate,
             val_loss=self._val_loss,

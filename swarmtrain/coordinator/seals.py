@@ -13,8 +13,18 @@ from collections.abc import Iterable, Sequence
 
 # How many leading columns are a row's key, for every table whose rows are logged one by one. The microbatches and
 # losses of a step are covered by the step's own chain hash.
-KEY_COLUMNS = {"run": 1, "steps": 1, "replicas": 4, "validations": 1, "checkpoints": 1, "names": 1, "exclusions": 1}
-ADDED_LATER = ("names", "exclusions")  # tables that a journal lacks until a coordinator of this version opens it
+KEY_COLUMNS = {
+    "run": 1,
+    "steps": 1,
+    "replicas": 4,
+    "validations": 1,
+    "checkpoints": 1,
+    "names": 1,
+    "exclusions": 1,
+    "timings": 1,
+}
+# Tables that a journal lacks until a coordinator of this version opens it.
+ADDED_LATER = ("names", "exclusions", "timings")
 HEAD = "log_head"  # the row of `run` that is no part of the log: it names the log's last entry
 SCHEMA = "CREATE TABLE IF NOT EXISTS log (number INTEGER PRIMARY KEY, entry TEXT NOT NULL, chain TEXT NOT NULL);"
 
@@ -109,10 +119,10 @@ def _replay(db: sqlite3.Connection) -> tuple[dict[tuple[str, str], str], list[st
 def _is_undone(name: tuple[str, str], step: int) -> bool:
     """Whether going back to `step` applied steps removed this row: see `Journal.roll_back`."""
     table, key = name
-    if table not in ("steps", "replicas", "validations"):
+    if table not in ("steps", "timings", "replicas", "validations"):
         return False
     first = int(json.loads(key)[0])
-    return first >= step if table == "steps" else first > step
+    return first >= step if table in ("steps", "timings") else first > step
 
 
 def _named(table: str, row: Row) -> tuple[str, str]:

@@ -23,6 +23,8 @@ class StepDriver:
         self._context, self._applies = context, applies
         self.leases = Leases(context)
         self._preparer = Preparer(context)
+        self.seconds = 0.0  # what the last step took, as the journal has it: with the apply of the one before
+        self._apply_s = 0.0
 
     async def step(self, *, checkpoint: bool) -> StepResult:
         """Await the leases of the run's step; reduce, decide, apply. With `checkpoint`, a peer of each stage keeps a
@@ -37,14 +39,17 @@ class StepDriver:
         decision = self._decide(step, books, prepared)
         context.faults.hit(Point.BEFORE_DECISION)
         named = {member.peer_id: member.name for stage in prepared for member in stage.members}
-        context.journal.decide(decision, context.tally.new_names(named))
+        self.seconds, self._apply_s = reduced - started + self._apply_s, 0.0
+        names = context.tally.new_names(named)
+        decided_at = context.journal.decide(decision, names, seconds=self.seconds)
         context.decided = decision
         context.prepared = frozenset(member.key for stage in prepared for member in stage.members)
         context.faults.hit(Point.AFTER_DECISION)
         result = await self._applies.carry_out(decision, prepared, checkpoint=checkpoint)
         del context.books[step]
-        context.tally.decided(decision)
+        context.tally.decided(decision, decided_at, self.seconds)
         applied = world.monotonic()
+        self._apply_s = applied - reduced
         slowest = max(prepared, key=lambda stage: stage.answered_at).stage
         waited_s = min(self.leases.idle_s, applied - leased)
         context.events.emit(

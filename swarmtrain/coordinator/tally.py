@@ -6,6 +6,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 
+from swarmtrain.coordinator.contributions import Contribution
 from swarmtrain.coordinator.journal import Decision
 from swarmtrain.wire.messages import Hop
 
@@ -17,13 +18,15 @@ class Tally:
 
     def __init__(self) -> None:
         self.contributed: Counter[str] = Counter()  # by peer: decided microbatches, over all stages it served
+        self.contributions: dict[str, Contribution] = {}  # the same, in full
+        self.step = 0  # the decided steps that are counted
         self.names: dict[str, str] = {}  # by peer: what the journal says that it calls itself
         self._routes: deque[tuple[str, ...]] = deque(maxlen=RECENT_ROUTES)
 
-    def resume(self, contributed: Mapping[str, int]) -> None:
-        """Start from what the journal has counted."""
-        self.contributed.clear()
-        self.contributed.update(contributed)
+    def resume(self, contributions: Mapping[str, Contribution], step: int) -> None:
+        """Start from what the journal has counted in its first `step` steps."""
+        self.contributions, self.step = dict(contributions), step
+        self.contributed = Counter({peer: known.microbatches for peer, known in contributions.items()})
 
     def new_names(self, named: Mapping[str, str]) -> dict[str, str]:
         """Those of `named` (peer -> name) that the journal does not have yet; it is about to get them."""
@@ -31,11 +34,17 @@ class Tally:
         self.names.update(found)
         return found
 
-    def decided(self, decision: Decision) -> None:
-        """A step was decided: its books count."""
-        for members in decision.entries.values():
+    def decided(self, decision: Decision, at: float = 0.0, seconds: float = 0.0) -> None:
+        """A step was decided, `at` this wall time: its books count. It took `seconds`."""
+        counts: dict[str, Counter[int]] = {}
+        for stage, members in decision.entries.items():
             for (peer_id, _), microbatches in members.items():
-                self.contributed[peer_id] += len(microbatches)
+                if microbatches:
+                    counts.setdefault(peer_id, Counter())[stage] += len(microbatches)
+        for peer_id, by_stage in counts.items():
+            self.contributed[peer_id] += by_stage.total()
+            self.contributions.setdefault(peer_id, Contribution()).add(by_stage.items(), at, seconds)
+        self.step = decision.step + 1
 
     def answered(self, route: Iterable[Hop]) -> None:
         """A microbatch came back over this route."""

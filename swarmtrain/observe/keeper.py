@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from swarmtrain import world
 from swarmtrain.observe.events import CallsRerouted, Event, StepApplied
-from swarmtrain.observe.status import Point, Status, apply, with_point
+from swarmtrain.observe.status import Status, apply, point_of, with_point
 
 _USUAL = frozenset({"busy", "redirected"})  # refusals of normal operation: counted, not reported as events
 
@@ -27,12 +27,12 @@ class StatusKeeper:
             self._bell.set_result(None)
         self._bell = None
 
-    def recall(self, curve: Iterable[tuple[int, float, float, float, float]]) -> None:
-        """Restore the curve of a restarted coordinator from the journal."""
-        for step, at, loss, grad_norm, lr in curve:
-            known = StepApplied(step, loss, 0, 0.0, grad_norm, lr, at=at)
-            self.status = with_point(self.status, Point(step, at, loss, None, None))
-            self.status = replace(self.status, step=step, last=known, last_applied_at=at)
+    def recall(self, history: Iterable[StepApplied]) -> None:
+        """Restore the curve of a restarted coordinator, from steps that its journal has."""
+        for known in history:
+            status = with_point(self.status, point_of(known))
+            val_loss = status.val_loss if known.val_loss is None else known.val_loss
+            self.status = replace(status, step=known.step, last=known, last_applied_at=known.at, val_loss=val_loss)
 
     async def changed(self, timeout_s: float) -> None:
         """Wait for the next event, at most `timeout_s`."""

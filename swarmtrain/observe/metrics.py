@@ -1,7 +1,8 @@
 """Prometheus metrics, made from the snapshots that the status verb and the API show. Pure: nothing is counted here.
 
 The cardinality of labels is bounded: stages, states, causes and codes come from fixed sets, and any code that another
-machine made up is counted as `other`. Only the coordinator has a `peer` label, for at most `MAX_PEERS` peers.
+machine made up is counted as `other`. Only the coordinator has a `peer` label, for at most `MAX_PEERS` peers
+and `MAX_CONTRIBUTORS` contributors.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from swarmtrain.wire.messages import Code
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 MAX_PEERS = 500
+MAX_CONTRIBUTORS = 50  # labels that stay for the whole run
 PEER_STATES = ("joining", "syncing", "serving", "paused", "draining", "gone", "stalled", "unknown")
 RUN_STATES = ("starting", "waiting", "training", "complete")
 _CODES = frozenset(code.value for code in Code) | {"closing", "failed", "timeout", "unreachable", "other"}
@@ -163,6 +165,10 @@ def peer_families(snapshot: Snapshot) -> Iterator[Metric]:
         "Cosine between a gradient's residual and the change of the activation; near 0 if error feedback is unbiased.",
         ({}, snapshot["residual_cosine"] or 0.0),  # without error feedback there is no bias
     )
+    credit = snapshot["credit"]  # gauges: what a roll-back takes back counts no more
+    yield gauge("peer_credit_microbatches", "Microbatches that count as this peer's.", ({}, credit["microbatches"]))
+    yield gauge("peer_credit_tokens", "Tokens of the microbatches that count as this peer's.", ({}, credit["tokens"]))
+    yield gauge("peer_credit_seconds", "Duration of the steps in which this peer had a part.", ({}, credit["seconds"]))
     yield gauge("peer_gpu_memory_bytes", "GPU memory in use by tensors.", ({}, snapshot["gpu_bytes"]))
 
 
@@ -192,6 +198,17 @@ def run_families(snapshot: Snapshot) -> Iterator[Metric]:
         "run_refused", "Requests that the coordinator refused, by code.", *by("code", bounded(snapshot["refused"]))
     )
     yield from _stages(snapshot)
+    yield from _contributors(snapshot)
+
+
+def _contributors(snapshot: Snapshot) -> Iterator[Metric]:
+    """Gauges: what a roll-back takes back counts no more."""
+    first = snapshot["contributors"][:MAX_CONTRIBUTORS]
+    known = [({"peer": item["peer"], "name": item["name"]}, item) for item in first]
+    yield gauge("run_contributor_microbatches", "Microbatches that count as a contributor's; also after it has left.",
+                *((labels, item["microbatches"]) for labels, item in known))  # fmt: skip
+    yield gauge("run_contributor_seconds", "Duration of the steps in which a contributor had a part.",
+                *((labels, item["seconds"]) for labels, item in known))  # fmt: skip
 
 
 def _stages(snapshot: Snapshot) -> Iterator[Metric]:

@@ -43,7 +43,7 @@ class Point:
     step: int
     at: float
     loss: float
-    tokens_per_s: float | None  # unknown for steps before the coordinator was restarted
+    tokens_per_s: float | None  # unknown for steps of a journal of an older version
     val_loss: float | None
 
 
@@ -65,6 +65,7 @@ class Status:
     split: StepTimed | None = None
     points: tuple[Point, ...] = ()
     stride: int = 1  # steps between two points of the curve
+    validated: tuple[Point, ...] = ()  # those with a validation loss, however far apart the others are kept
     sync_percent: int | None = None
     checkpoint_step: int = 0
     last_applied_at: float = 0.0
@@ -98,8 +99,9 @@ class Status:
         return [{key: value for key, value in item.items() if key not in _PRIVATE} for item in shown]
 
     def curve(self) -> list[dict[str, Any]]:
-        """The points of the loss curve."""
-        return [asdict(point) for point in self.points]
+        """The points of the loss curve, and those with a validation loss."""
+        merged = {point.step: point for point in (*self.points, *self.validated)}
+        return [asdict(merged[step]) for step in sorted(merged)]
 
 
 def apply(event: Event, status: Status) -> Status:
@@ -144,8 +146,7 @@ def _facts(event: Event, status: Status) -> Status:
     """Numbers that events carry."""
     match event:
         case StepApplied(step=step):
-            point = Point(step, event.at, event.loss, event.tokens_per_s, event.val_loss)
-            status = with_point(status, point)
+            status = with_point(status, point_of(event))
             val_loss = status.val_loss if event.val_loss is None else event.val_loss
             marks = (*status.marks, (step, event.at))[-MAX_MARKS:]
             return replace(status, step=step, last=event, val_loss=val_loss, last_applied_at=event.at, marks=marks)
@@ -162,8 +163,10 @@ def _facts(event: Event, status: Status) -> Status:
         case CheckpointWritten(step=step):
             return replace(status, checkpoint_step=step)
         case RunRolledBack(to_step=step):
-            points = tuple(point for point in status.points if point.step <= step)
-            return replace(status, step=step, points=points, last=None, marks=())
+            points, validated = (
+                tuple(point for point in known if point.step <= step) for known in (status.points, status.validated)
+            )
+            return replace(status, step=step, points=points, validated=validated, last=None, marks=())
         case PeerDiverged():
             return replace(status, diverged=status.diverged + 1)
     return status
@@ -183,9 +186,19 @@ def _next_step(status: Status, step: int) -> str:
     return f"step {step + 1}" + (f" of {status.num_steps}" if status.num_steps else "")
 
 
+def point_of(event: StepApplied) -> Point:
+    """What the curve keeps of a step; a speed of 0 is not known."""
+    return Point(event.step, event.at, event.loss, event.tokens_per_s or None, event.val_loss)
+
+
 def with_point(status: Status, point: Point) -> Status:
     """The curve keeps its first point and one of every `stride` steps, and always the newest."""
-    points = status.points
+    validated = tuple(known for known in status.validated if known.step < point.step)
+    if point.val_loss is not None:
+        validated = (*validated, point)
+    if len(validated) > MAX_POINTS:
+        validated = (*validated[:-1:2], validated[-1])
+    status, points = replace(status, validated=validated), status.points
     if points and points[-1].step >= point.step:  # after a roll-back steps come again
         points = tuple(known for known in points if known.step < point.step)
     if points and not _is_kept(points[-1], status.stride) and len(points) > 1:

@@ -40,6 +40,7 @@ from swarmtrain.peer.microbatch import Microbatches
 from swarmtrain.peer.moving import Moving
 from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import AUTO, PeerOptions, check_fit, fitting_stages
+from swarmtrain.peer.receipts import ReceiptKeeper
 from swarmtrain.peer.step import StepProtocol
 from swarmtrain.peer.work_stealing import Thief, Victim
 from swarmtrain.rpc.errors import Refusal
@@ -96,6 +97,7 @@ class _Settled:
     announcing: Announcing
     observer: PeerObserver
     thief: Thief
+    receipts: ReceiptKeeper
 
 
 class PeerDaemon:
@@ -233,7 +235,8 @@ class PeerDaemon:
         observer = PeerObserver(
             peer, clock, stage, steps, dispatcher, self.keeper, self.events, joined.limiter, name=options.name
         )
-        await self._serve_control(stack, assignment, observer)
+        receipts = ReceiptKeeper(peer, link, options.invite, options.state_dir)
+        await self._serve_control(stack, assignment, observer, receipts)
         heartbeats = HeartbeatLoop(
             assignment,
             options,
@@ -260,7 +263,7 @@ class PeerDaemon:
             Resync: heartbeats.told_to_sync,
         }
         self.assignment, self._observer = assignment, observer
-        return _Settled(assignment, heartbeats, announcing, observer, thief)
+        return _Settled(assignment, heartbeats, announcing, observer, thief, receipts)
 
     async def _serve(self, joined: _Joined, settled: _Settled) -> None:
         """Be part of the run until asked to leave, or permitted to move."""
@@ -272,6 +275,7 @@ class PeerDaemon:
                 tasks.create_task(settled.announcing.run()),
                 tasks.create_task(settled.observer.watch()),
                 tasks.create_task(settled.thief.run()),
+                tasks.create_task(settled.receipts.run()),
                 tasks.create_task(assignment.watch_device()),
             ]
             if assignment.mover is not None:
@@ -284,6 +288,7 @@ class PeerDaemon:
             await assignment.drained(self.options.drain_s)
             for helper in helpers:
                 helper.cancel()
+        await settled.receipts.fetch_last()
         await settled.heartbeats.say_goodbye()
         await settled.announcing.withdraw(moves=not departure.from_run.is_set())
         self.events.emit(settled.observer.ended())
@@ -316,9 +321,13 @@ class PeerDaemon:
         return {Leave: told_to_leave}
 
     async def _serve_control(
-        self, stack: contextlib.AsyncExitStack, assignment: Assignment, observer: PeerObserver
+        self,
+        stack: contextlib.AsyncExitStack,
+        assignment: Assignment,
+        observer: PeerObserver,
+        receipts: ReceiptKeeper,
     ) -> None:
-        """What the owner may ask on the local control socket: status, drain, pause, resume; and under test, cut."""
+        """What the owner may ask on the local control socket: status, credit, drain, pause, resume; under test, cut."""
         peer = assignment.peer
 
         async def status(request: dict[str, Any]) -> dict[str, Any]:
@@ -345,7 +354,17 @@ class PeerDaemon:
             peer.node.cut()
             return {"ok": True}
 
-        commands: dict[str, Command] = {"status": status, "drain": drain, "pause": pause, "resume": resume}
+        async def credit(request: dict[str, Any]) -> dict[str, Any]:
+            await receipts.fetch()
+            return {"path": str(receipts.path), "receipt": receipts.held.as_dict() if receipts.held else None}
+
+        commands: dict[str, Command] = {
+            "status": status,
+            "credit": credit,
+            "drain": drain,
+            "pause": pause,
+            "resume": resume,
+        }
         if peer.faults.is_enabled:
             commands["cut"] = cut
         door = await self._machine.serve_control(self.options.state_dir, commands)

@@ -198,12 +198,17 @@ class PeerObserver:
         )
 
     def credit(self) -> dict[str, Any]:
-        """What the coordinator has counted as this peer's: microbatches, their tokens, the share of the run's work."""
+        """What the coordinator has counted as this peer's: microbatches, their tokens, the share of the run's work, and
+        how long the steps took in which it had a part."""
         manifest, verdict = self._stage.manifest, self._peer.verdict
         count, step = (verdict.credit, verdict.step) if verdict is not None else (0, 0)
         whole = step * manifest.batch.microbatches_per_step * manifest.stages.count
-        tokens = manifest.tokens_per_step // manifest.batch.microbatches_per_step
-        return {"microbatches": count, "tokens": count * tokens, "share": min(1.0, count / whole) if whole else 0.0}
+        return {
+            "microbatches": count,
+            "tokens": count * manifest.tokens_per_microbatch,
+            "share": min(1.0, count / whole) if whole else 0.0,
+            "seconds": verdict.credit_s if verdict is not None else 0.0,
+        }
 
     def _run(self) -> dict[str, Any]:
         """The run as the coordinator has told it, and how long ago."""

@@ -264,6 +264,11 @@ class Manifest:
         batch = self.batch
         return batch.sequences_per_microbatch * batch.microbatches_per_step * self.model.sequence_length
 
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Tokens of one microbatch."""
+        return self.batch.sequences_per_microbatch * self.model.sequence_length
+
 
 _SECTIONS: dict[str, type[Any]] = {
     "run": RunSection,

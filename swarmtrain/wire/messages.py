@@ -227,6 +227,22 @@ class Verdict(Message):
     progress: RunProgress = RunProgress()
     credit: Annotated[int, Range(0, 2**53)] = 0  # decided microbatches that count as this peer's, on all its stages
     exclusions: Annotated[tuple[Exclusion, ...], MaxLength(MAX_EXCLUSIONS_TOLD)] = ()  # that the peer has not heard of
+    credit_s: Seconds = 0.0  # of the steps in which it had a part
+
+
+@message(kind="fetch_receipt", priority=Priority.CONTROL)
+class FetchReceipt(Message):
+    """Asks the coordinator for the caller's receipt. Answer: `ReceiptIssued`."""
+
+    run: RunId
+
+
+@message(kind="receipt_issued", priority=Priority.CONTROL)
+class ReceiptIssued(Message):
+    """What counts as the caller's own, signed by the run's key: see chain/receipt.py."""
+
+    body: Annotated[str, MaxLength(32 * 1024)]
+    signature: Annotated[bytes, MaxLength(128)]
 
 
 @message(kind="fetch_run", priority=Priority.CONTROL)
@@ -429,6 +445,8 @@ MESSAGES = Registry(
     Replay,
     Heartbeat,
     Verdict,
+    FetchReceipt,
+    ReceiptIssued,
     SeekStage,
     StageFound,
     AskMove,

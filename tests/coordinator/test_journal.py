@@ -85,6 +85,7 @@ def test_a_journal_that_is_taken_away_while_it_is_written_has_not_decided(
     def put_after(*row: Any) -> None:
         put(*row)
         away(journal.path.parent)
+        monkeypatch.undo()
 
     monkeypatch.setattr(journal._seals, "put", put_after)
     with pytest.raises(JournalGone):
@@ -261,9 +262,10 @@ def test_a_name_is_written_once(journal: Journal) -> None:
 
 
 def older(path: Path) -> None:
-    """Make of a journal one of the version before names were kept."""
+    """Make of a journal one of the version before names and timings were kept."""
     with sqlite3.connect(path) as db:
         db.execute("DROP TABLE names")
+        db.execute("DROP TABLE timings")
 
 
 def test_a_journal_of_an_older_version_is_audited_and_opened(tmp_path: Path) -> None:
@@ -272,9 +274,12 @@ def test_a_journal_of_an_older_version_is_audited_and_opened(tmp_path: Path) -> 
         journal.set("manifest", MANIFEST.canonical())
     older(path)
     assert audit(tmp_path).passed
+    with Journal(path, read_only=True) as journal:
+        assert (journal.curve(10), journal.contributions()) == ([], {})
     with Journal(path) as journal:
         assert journal.names() == {}
         journal.decide(decision(0), {"a": "anna"})
+        assert journal.curve(10)[0].seconds == 0.0
     assert not any("table names" in fault for fault in audit(tmp_path).faults)
     older(path)  # names that were written, and are not there any more
     assert 'table names: row ["a"] was removed' in audit(tmp_path).faults

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from swarmtrain.coordinator.admission import StageBook
+from swarmtrain.coordinator.contributions import Contribution
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.observe.events import Events
@@ -39,7 +41,8 @@ def test_doubts_about_peers_that_never_return_are_forgotten() -> None:
 def test_contributors_that_left_keep_their_names_and_those_that_are_here_say_theirs() -> None:
     context = bare_context(preset("nano"))
     context.members.heartbeat("here", replace(heartbeat(1), name="new"), 0.0)
-    context.tally.resume({"here": 5, "gone": 7, "nameless": 1})
+    counts = {"here": 5, "gone": 7, "nameless": 1}
+    context.tally.resume({peer: Contribution(Counter({0: count})) for peer, count in counts.items()}, 5)
     context.tally.names = {"here": "old", "gone": "otto"}
     missing = cast(Any, None)
     observer = RunObserver(context, missing, missing, invite="", refused={})

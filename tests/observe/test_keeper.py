@@ -27,12 +27,16 @@ def test_those_who_watch_are_woken_by_the_next_event() -> None:
 
 def test_a_restarted_coordinator_has_its_curve_back_and_goes_on() -> None:
     keeper = StatusKeeper("coordinator", num_steps=10)
-    keeper.recall([(1, 5.0, 3.0, 1.0, 0.1), (2, 6.0, 2.5, 1.0, 0.1)])
+    keeper.recall(
+        StepApplied(step, loss, 10 * step, speed, 1.0, 0.1, val_loss, at=5.0)
+        for step, loss, speed, val_loss in ((1, 3.0, 8.0, None), (2, 2.5, 0.0, 2.75))
+    )
+    assert (keeper.status.step, keeper.status.val_loss) == (2, 2.75)
     keeper(StepApplied(3, 2.0, 30, 9.0, 1.0, 0.1, at=7.0))
-    assert [(p.step, p.loss, p.tokens_per_s) for p in keeper.status.points] == [
-        (1, 3.0, None),
-        (2, 2.5, None),
-        (3, 2.0, 9.0),
+    assert [(p.step, p.loss, p.tokens_per_s, p.val_loss) for p in keeper.status.points] == [
+        (1, 3.0, 8.0, None),
+        (2, 2.5, None, 2.75),
+        (3, 2.0, 9.0, None),
     ]
     assert keeper.status.last_applied_at == 7.0
 

@@ -190,8 +190,9 @@ DEFECTS = (
         (
             Change(
                 "coordinator/steps.py",
-                "        context.journal.decide(decision, context.tally.new_names(named))\n",
                 "        names = context.tally.new_names(named)\n"
+                "        decided_at = context.journal.decide(decision, names, seconds=self.seconds)\n",
+                "        names, decided_at = context.tally.new_names(named), world.wall()\n"
                 "        asyncio.get_running_loop().call_later(0.05, context.journal.decide, decision, names)\n",
             ),
         ),
