@@ -149,6 +149,20 @@ class StageCodecs:
         encoder = self._encoder(Direction.FORWARD, self._plan.index)
         return encoder.encode(output, self._context(Direction.FORWARD, step, microbatch, tokens=tokens)).payload
 
+    def encode_once(
+        self,
+        direction: Direction,
+        tensor: Tensor,
+        step: int,
+        microbatch: int,
+        tokens: Raw,
+        mask: Aux | None = None,
+    ) -> Encoded:
+        """What a codec without memory makes of a tensor that another peer has sent: a new encoder each time."""
+        index = self._plan.index if direction is Direction.FORWARD else self._plan.index - 1
+        context = self._context(direction, step, microbatch, tokens=tokens)
+        return self._encoder(direction, index).encode(tensor, context, mask)
+
     def decode_boundary(self, raw: Raw, step: int, microbatch: int) -> tuple[Tensor | None, Aux | None]:
         """What the stage before sent, and what it left out. Raises BadTensor."""
         if self._plan.is_first:

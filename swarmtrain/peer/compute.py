@@ -44,12 +44,13 @@ class Kind(IntEnum):
     BACKWARD = 1
     FORWARD = 2
     EVALUATE = 3
-    MESSAGE = 4  # checks what came, settles what went
+    MESSAGE = 4  # looks at what came, settles what went
+    CHECK = 5  # both passes of what another peer has computed
 
     @property
     def rank(self) -> int:
-        """Lower runs first; messages are looked at in turn with step work."""
-        return Kind.STEP if self is Kind.MESSAGE else self
+        """Lower runs first; messages are looked at in turn with step work, and another peer's work with forwards."""
+        return {Kind.MESSAGE: Kind.STEP, Kind.CHECK: Kind.FORWARD}.get(self, self)
 
 
 PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD})
@@ -316,7 +317,7 @@ class DeviceWatch:
             task.cancel()
             raise
         if not is_done:
-            task.add_done_callback(_see_exception)
+            task.add_done_callback(see_exception)
             self.check()
         return await task
 
@@ -331,7 +332,7 @@ class DeviceWatch:
         return task.done()
 
 
-def _see_exception(task: asyncio.Future[T]) -> None:
+def see_exception(task: asyncio.Future[T]) -> None:
     """Its waiter was refused; its error is not lost without a word."""
     if not task.cancelled():
         task.exception()

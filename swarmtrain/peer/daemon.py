@@ -31,6 +31,7 @@ from swarmtrain.observe.service import peer_routes
 from swarmtrain.p2p.errors import BootstrapError
 from swarmtrain.p2p.network import HostOptions, NetworkHost
 from swarmtrain.peer.assignment import Assignment, Departure, open_assignment
+from swarmtrain.peer.checking import Checking
 from swarmtrain.peer.compute import Stopped
 from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, Strangers, directory_rules
 from swarmtrain.peer.heartbeats import Announcing, HeartbeatLoop
@@ -53,9 +54,12 @@ from swarmtrain.wire.messages import (
     MESSAGES,
     Acknowledged,
     Apply,
+    Check,
     Code,
     FetchBasis,
     FetchDigests,
+    FetchKept,
+    FetchSeals,
     FetchState,
     Leave,
     Prepare,
@@ -230,6 +234,7 @@ class PeerDaemon:
         peer, clock, stage, dispatcher = assignment.peer, assignment.clock, assignment.stage, assignment.dispatcher
         steps = StepProtocol(peer, clock, stage)
         syncing = Syncing(peer, clock, stage, steps, self.events)
+        checking = Checking(peer, clock, stage)
         thief, victim = Thief(peer, clock, stage), Victim(peer, clock, stage)
         microbatches = Microbatches(peer, clock, stage, dispatcher, thief, max_queue=options.max_queue)
         observer = PeerObserver(
@@ -256,6 +261,9 @@ class PeerDaemon:
             Prepare: steps.prepare,
             ReduceShare: steps.reduce_share,
             Apply: steps.apply,
+            FetchSeals: checking.fetch_seals,
+            FetchKept: checking.fetch_kept,
+            Check: checking.check,
             FetchBasis: steps.bases.fetch,
             FetchState: syncing.fetch_state,
             FetchDigests: syncing.fetch_digests,

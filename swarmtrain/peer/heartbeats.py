@@ -28,6 +28,7 @@ from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.waiting import wait_event
 from swarmtrain.wire.messages import (
     MAX_EXCLUSIONS_TOLD,
+    REDONE,
     Acknowledged,
     Code,
     Directive,
@@ -172,6 +173,9 @@ class HeartbeatLoop:
         self._exclude(answer)
         await peer.enter_term(answer.term)
         peer.verdict = answer
+        if answer.term >= peer.term:
+            for step, microbatch, round in REDONE.iter_unpack(answer.redone[: len(answer.redone) // REDONE.size * REDONE.size]):
+                await self._clock.begin_anew(step, microbatch, round)
         said, now = heartbeat.report, self._heartbeat().report
         # An answer about a past state does not count. Whatever changed the state asks again; a step that was applied
         # meanwhile does not, or peers whose steps are shorter than their way to the coordinator would never pause.
@@ -251,6 +255,7 @@ class HeartbeatLoop:
             metrics=self._metrics_at,
             spent=self._observer.spent(),
             exclusions=peer.exclusions.head,
+            numeric_class=self._stage.numeric_class,
         )
 
 

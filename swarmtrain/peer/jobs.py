@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from swarmtrain.chain.state_transfer import StateSource
-from swarmtrain.codec import Aux, Ticket
+from swarmtrain.codec import Aux, Direction, Ticket
 from swarmtrain.codec.samples import SampleStore
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.activations import activations
@@ -27,8 +27,7 @@ from swarmtrain.model.exact import Accumulator
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Pass, StageWorker
 from swarmtrain.peer.codecs import StageCodecs
-from swarmtrain.peer.compute import Key
-from swarmtrain.peer.ledger import Entry, Raw, StickyAnswer
+from swarmtrain.peer.ledger import Entry, Raw, Slot, StickyAnswer
 from swarmtrain.reduce.coding import Reduced, StageCoder
 from swarmtrain.run.manifest import Manifest
 
@@ -45,6 +44,20 @@ class Outcome:
     loss: float = 0.0
     sticky: bytes = b""  # the same for the entry's partner, as a difference to what it holds
     ticket: Ticket | None = None  # to settle, once it is known whether the partner took it
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a peer sends for a microbatch: to the next stage, to the stage before, and on the last stage the loss."""
+
+    output: bytes
+    loss: float
+    gradient: bytes
+
+
+def share_digest(total: Tensor) -> str:
+    """Names a peer's own part of a step's sum: exact sums of the same microbatches have the same bits."""
+    return hashlib.sha256(as_bytes(total.to("cpu"))).hexdigest()
 
 
 class StageJobs:
@@ -72,10 +85,10 @@ class StageJobs:
         kept = activations(manifest, self.plan, recomputes=recomputes).kept_bytes
         self.max_graphs = max(1, graph_budget_bytes // kept)
         self.coder = StageCoder(worker.state)
-        self._passes: dict[Key, Pass] = {}
-        self._masks_in: dict[Key, Aux | None] = {}
-        self._masks_out: dict[Key, Aux | None] = {}
-        self._checked: dict[Key, tuple[Raw, Tensor]] = {}  # gradients that were decoded to check them, and their bytes
+        self._passes: dict[Slot, Pass] = {}
+        self._masks_in: dict[Slot, Aux | None] = {}
+        self._masks_out: dict[Slot, Aux | None] = {}
+        self._checked: dict[Slot, tuple[Raw, Tensor]] = {}  # gradients that were decoded to check them, and their bytes
         self._given_up: deque[Entry] = deque()  # noted by the event loop
         self.num_forwards = 0  # microbatches whose forward was computed, recomputations not counted
         self.num_recomputed = 0
@@ -93,7 +106,7 @@ class StageJobs:
             return  # seen when it is made whole
         tensor = self._decode_gradient(entry, step, gradient)
         if keep:
-            self._checked[entry.key] = (gradient, tensor)
+            self._checked[entry.slot] = (gradient, tensor)
 
     def forward(self, entry: Entry, step: int, partner: str = "") -> Outcome:
         """Forward of a microbatch. On the last stage also its backward: the outcome is the gradient for upstream."""
@@ -106,9 +119,9 @@ class StageJobs:
                 raise DivergedError(f"the loss of microbatch ({step}, {entry.microbatch}) is {loss}")
             return Outcome(self._finish(entry, step, done, None), loss)
         if len(self._passes) < self.max_graphs:
-            self._passes[entry.key] = done
+            self._passes[entry.slot] = done
         encoded = self.codecs.encode_output(entry, step, done.result, partner)
-        self._masks_out[entry.key] = encoded.aux
+        self._masks_out[entry.slot] = encoded.aux
         if encoded.received is not None:
             entry.output = self.codecs.whole(encoded.received)
             return Outcome(entry.output, sticky=encoded.payload, ticket=encoded.ticket)
@@ -118,10 +131,10 @@ class StageJobs:
     def backward(self, entry: Entry, step: int, gradient: Raw) -> Outcome:
         """Backward of a microbatch from the next stage's answer: added to the sum, and encoded for upstream."""
         self._begin(entry)
-        raw, decoded = self._checked.pop(entry.key, (b"", None))
+        raw, decoded = self._checked.pop(entry.slot, (b"", None))
         if decoded is None or raw is not gradient:
             decoded = self._decode_gradient(entry, step, gradient)
-        done = self._passes.pop(entry.key, None)
+        done = self._passes.pop(entry.slot, None)
         if done is None:
             self.num_recomputed += 1
             done = self._pass(entry, step)
@@ -139,18 +152,49 @@ class StageJobs:
             return Outcome(b"", float(result))
         return Outcome(self.codecs.encode_untraced(result, step, microbatch, tokens))
 
-    def reconciled_share(self, entries: list[Entry], wanted: set[int], step: int) -> Tensor:
+    def reconciled_share(
+        self, entries: list[Entry], wanted: set[int], step: int, discarded: Sequence[Entry] = ()
+    ) -> Tensor:
         """Make a step's sum hold exactly the microbatches `wanted`, and lend it to an all-reduce.
 
-        Extra microbatches are computed again and taken out, exactly. One job: nothing is added in between. Raises
-        StaleWork if what these entries say of the sum is about a former one.
+        Extra microbatches, and `discarded` ones, are computed again and taken out, exactly. One job: nothing is added
+        in between. Raises StaleWork if what these entries say of the sum is about a former one.
         """
-        if any(entry.generation != self.generation for entry in entries) or step < self._first_open:
+        everything = (*entries, *discarded)
+        if any(entry.generation != self.generation for entry in everything) or step < self._first_open:
             raise StaleWork("the state has changed since these microbatches were taken")
+        for entry in discarded:
+            if entry.accumulated:
+                self._add_again(entry, step, sign=-1)
         for entry in entries:
             if entry.accumulated != (entry.microbatch in wanted):
                 self._add_again(entry, step, sign=-1 if entry.accumulated else 1)
         return self.worker.lend_sum(step)
+
+    def checked(self, tokens: Raw, boundary: Raw, gradient: Raw, step: int, microbatch: int, total: Accumulator | None) -> Made:
+        """What a microbatch comes to on this stage, from what another peer of it has received; leaves no trace here.
+
+        Its gradient is added to `total`, if there is one.
+        """
+        if step < self._first_open:
+            raise StaleWork("the step of this microbatch is over")
+        codecs, worker = self.codecs, self.worker
+        received, mask_in = codecs.decode_boundary(boundary, step, microbatch)
+        done = worker.forward(codecs.tokens(tokens), received, step)
+        output, loss, upstream = b"", 0.0, None
+        if self.plan.is_last:
+            loss = float(done.result)
+        else:
+            encoded = codecs.encode_once(Direction.FORWARD, done.result, step, microbatch, tokens)
+            output = encoded.payload
+            upstream = codecs.decode_gradient(gradient, step, microbatch, encoded.aux)
+        gradients = worker.backward(done, upstream)
+        if total is not None:
+            total.add(worker.state.gradient_offsets, gradients.own)
+        if gradients.boundary is None:
+            return Made(output, loss, b"")
+        sent = codecs.encode_once(Direction.BACKWARD, gradients.boundary, step, microbatch, b"", mask_in)
+        return Made(output, loss, sent.payload)
 
     def finish(self, reduced: Tensor) -> tuple[float, str]:
         """(squared norm, digest) of a reduced sum, which is made ready for `apply` in place."""
@@ -251,18 +295,18 @@ class StageJobs:
             given_up = self._given_up.popleft()
             if given_up.generation == self.generation:  # of an older one nothing is left
                 for memory in self._memories():
-                    memory.pop(given_up.key, None)
+                    memory.pop(given_up.slot, None)
                 self.codecs.give_up(given_up.key)
         if entry.generation != self.generation or entry.step < self._first_open:
             raise StaleWork("the step of this microbatch is over")
 
-    def _memories(self) -> list[dict[Key, Any]]:
+    def _memories(self) -> list[dict[Slot, Any]]:
         """What is kept by microbatch."""
         return [self._passes, self._masks_in, self._masks_out, self._checked]
 
     def _pass(self, entry: Entry, step: int) -> Pass:
         boundary, mask = self.codecs.decode_boundary(entry.boundary, step, entry.microbatch)
-        self._masks_in[entry.key] = mask
+        self._masks_in[entry.slot] = mask
         return self.worker.forward(self.codecs.tokens(entry.tokens), boundary, step)
 
     def _finish(self, entry: Entry, step: int, done: Pass, gradient: Tensor | None) -> bytes:
@@ -271,7 +315,7 @@ class StageJobs:
         payload = b""
         if upstream is not None:
             assert done.boundary is not None
-            mask = self._masks_in.get(entry.key)
+            mask = self._masks_in.get(entry.slot)
             try:
                 encoded = self.codecs.encode_gradient(entry, step, upstream, done.boundary, mask)
             except Exception:
@@ -291,4 +335,4 @@ class StageJobs:
         entry.accumulated = sign > 0
 
     def _decode_gradient(self, entry: Entry, step: int, raw: Raw) -> Tensor:
-        return self.codecs.decode_gradient(raw, step, entry.microbatch, self._masks_out.get(entry.key))
+        return self.codecs.decode_gradient(raw, step, entry.microbatch, self._masks_out.get(entry.slot))

@@ -16,6 +16,7 @@ from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.wire.messages import Done, Hop
 
 Raw = bytes | bytearray | memoryview
+Slot = tuple[int, int, int]  # step, microbatch, round
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class StickyAnswer:
     ticket: Ticket
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """One microbatch of an open step on this stage."""
 
@@ -37,6 +38,7 @@ class Entry:
     output: Raw = b""  # as sent to the next stage; empty on the last
     gradient: Raw = b""  # as received from the next stage; empty on the last
     generation: int = 0  # of the stage's work; that of an older one does not count any more
+    round: int = 0  # how often the microbatch was begun anew on all stages
     answer: Done | None = None
     accumulated: bool = False
     task: asyncio.Task[Done] | None = None
@@ -57,6 +59,11 @@ class Entry:
         return self.step, self.microbatch
 
     @property
+    def slot(self) -> Slot:
+        """What is kept for it is kept under this name: two rounds of a microbatch have nothing in common."""
+        return self.step, self.microbatch, self.round
+
+    @property
     def is_awaited(self) -> bool:
         """Whether a caller is still there, and could send the microbatch elsewhere."""
         return any(not exchange.caller_gone.is_set() for exchange in self.callers)
@@ -75,6 +82,7 @@ class Ledger:
     def __init__(self, step: int) -> None:
         self.step = step
         self._entries: dict[int, Entry] = {}
+        self.discarded: list[Entry] = []  # of former rounds: what they have added is taken out of the sum again
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -86,17 +94,25 @@ class Ledger:
         """The entry of a microbatch that this peer has taken."""
         return self._entries.get(microbatch)
 
-    def open(self, microbatch: int, tokens: Raw, boundary: Raw) -> Entry:
+    def open(self, microbatch: int, tokens: Raw, boundary: Raw, *, round: int = 0) -> Entry:
         """Take a microbatch. It must not be there yet."""
         assert microbatch not in self._entries
-        entry = self._entries[microbatch] = Entry(self.step, microbatch, tokens, boundary)
+        entry = self._entries[microbatch] = Entry(self.step, microbatch, tokens, boundary, round=round)
         return entry
+
+    def discard(self, microbatch: int, *, before: int) -> None:
+        """What was computed of a microbatch before this round does not count. Its task may still be under way."""
+        entry = self._entries.get(microbatch)
+        if entry is not None and entry.round < before:
+            self.discarded.append(self._entries.pop(microbatch))
 
     def drop(self, entry: Entry) -> None:
         """Forget a microbatch that came to nothing. What is in the sum cannot be forgotten."""
         assert not entry.accumulated
         if self._entries.get(entry.microbatch) is entry:
             del self._entries[entry.microbatch]
+        elif entry in self.discarded:
+            self.discarded.remove(entry)
 
     @property
     def num_open(self) -> int:
@@ -113,4 +129,4 @@ class Ledger:
 
     def num_bytes(self) -> int:
         """What all entries hold."""
-        return sum(entry.num_bytes for entry in self)
+        return sum(entry.num_bytes for entry in (*self, *self.discarded))

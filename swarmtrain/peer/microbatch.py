@@ -35,6 +35,7 @@ from swarmtrain.wire.messages import Code, Done, Hop, Progress, Replay, Work
 log = logging.getLogger(__name__)
 
 STEP_WAIT_S = 15.0  # how long work of the next step waits for this step's apply
+ROUND_WAIT_S = 5.0  # how long work of a round waits for the coordinator's word that it has begun
 _MIN_CALL_S = 5.0
 
 
@@ -70,6 +71,7 @@ class Microbatches:
         await self._admit(work, exchange)
         if work.evaluate:
             return await self._evaluate(work, exchange)
+        await self._enter_round(work)
         ledger = clock.ledger_of(work.step)
         entry = ledger.get(work.microbatch)
         if entry is not None and entry.answer is not None:
@@ -99,11 +101,24 @@ class Microbatches:
             return replace(answer, gradient=entry.sticky.payload)
         return answer
 
+    async def _enter_round(self, work: Work) -> None:
+        """Refuse what was computed from work that does not count any more. Only the coordinator begins a round: one that
+        a neighbour names must have been heard from the coordinator itself."""
+        peer, clock = self._peer, self._clock
+        if work.stage == 0:
+            await clock.begin_anew(work.step, work.microbatch, work.round)
+        elif work.round > clock.round_of(work.step, work.microbatch):
+            peer.authority.ask_for_news()
+            if not await clock.reach_round(work.step, work.microbatch, work.round, timeout_s=ROUND_WAIT_S):
+                raise peer.refuse(Code.BEHIND, f"round {work.round} is not known here", retry_after_s=0.5)
+        if work.step < clock.step or work.round < clock.round_of(work.step, work.microbatch):
+            raise peer.refuse(Code.AHEAD, f"({work.step}, {work.microbatch}) was begun anew")
+
     def _open(self, ledger: Ledger, work: Work, exchange: Exchange) -> Entry:
         """Take a microbatch into its step's ledger, if there is room."""
         self._stage.device.check()
         self._check_room(work.step)
-        entry = ledger.open(work.microbatch, bytes(work.tokens), bytes(work.boundary))
+        entry = ledger.open(work.microbatch, bytes(work.tokens), bytes(work.boundary), round=work.round)
         entry.hops = {hop.stage: hop for hop in work.hints}
         entry.generation = self._stage.jobs.generation
         entry.caller = exchange.peer_id
@@ -144,7 +159,7 @@ class Microbatches:
         await peer.check_coordinator(exchange.peer_id, replay.run, replay.term)
         await clock.reach(replay.step, timeout_s=STEP_WAIT_S)
         entry = clock.ledger_of(replay.step).get(replay.microbatch)
-        if entry is None or entry.answer is None or self._dispatcher is None:
+        if entry is None or entry.answer is None or entry.round != replay.round or self._dispatcher is None:
             raise peer.refuse(Code.UNKNOWN, f"({replay.step}, {replay.microbatch}) is not finished here")
         stage.device.check()
         peer.counters.replayed += 1
@@ -159,6 +174,7 @@ class Microbatches:
             hints=replay.hints,
             tokens=entry.tokens,
             boundary=entry.output,
+            round=entry.round,
         )
         check = partial(self._check_answer, entry, work, keep=False)
         try:
@@ -270,6 +286,7 @@ class Microbatches:
             tokens=entry.tokens,
             boundary=payload,
             backlog_s=stage.compute.backlog_s(),
+            round=work.round,
         )
         self._tell(entry, ())
 

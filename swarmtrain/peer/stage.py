@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -22,12 +23,14 @@ from swarmtrain.chain.state_transfer import StateSource
 from swarmtrain.codec import Direction, Ticket
 from swarmtrain.codec.samples import SampleStore
 from swarmtrain.model.buffers import StateLayout
+from swarmtrain.model.exact import Accumulator
+from swarmtrain.model.numeric_class import numeric_class
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
 from swarmtrain.observe.split import TimeSplit
 from swarmtrain.peer.codecs import StageCodecs
 from swarmtrain.peer.compute import ComputeThread, ComputeTimes, DeviceWatch, Key, Kind, Timed
-from swarmtrain.peer.jobs import Outcome, StageJobs
+from swarmtrain.peer.jobs import Made, Outcome, StageJobs, share_digest
 from swarmtrain.peer.ledger import Entry, Ledger, Raw
 from swarmtrain.reduce.coding import FactorRound, Reduced, StageCoder
 from swarmtrain.run.manifest import Manifest
@@ -46,6 +49,7 @@ class Stage:
         self.manifest, self.compute, self.jobs = manifest, compute, jobs
         self._steps = steps  # the thread on which steps are applied
         self.device = DeviceWatch(compute, steps)
+        self.numeric_class = ""  # known where peers check each other
         self.snapshots = Snapshots(self)
 
     @classmethod
@@ -65,7 +69,10 @@ class Stage:
             Kind.STEP, _NO_MICROBATCH, lambda: StageWorker(StageState(manifest, index, device=device))
         )
         jobs = StageJobs(manifest, built.value, graph_budget_bytes=graph_budget_bytes, make_store=make_store)
-        return cls(manifest, compute, steps, jobs)
+        stage = cls(manifest, compute, steps, jobs)
+        if manifest.checks.share:
+            stage.numeric_class = await stage._step_work(lambda: numeric_class(manifest, device))
+        return stage
 
     @property
     def state(self) -> StageState:
@@ -137,6 +144,13 @@ class Stage:
             Kind.EVALUATE, (step, microbatch), lambda: self.jobs.evaluate(tokens, boundary, step, microbatch)
         )
 
+    async def checked(
+        self, tokens: Raw, boundary: Raw, gradient: Raw, key: Key, total: Accumulator | None
+    ) -> Made:
+        """See `StageJobs.checked`. Of passes that wait, those of older steps come first."""
+        job = partial(self.jobs.checked, tokens, boundary, gradient, *key, total)
+        return (await self.compute.run(Kind.CHECK, key, job)).value
+
     def withdraw_forward(self, may_go: Callable[[Key], bool]) -> Key | None:
         """Take the forward that would run last out of the queue, of those that may go: whose it is, or None.
 
@@ -170,8 +184,12 @@ class Stage:
 
     async def reconciled_share(self, ledger: Ledger, wanted: set[int]) -> Tensor:
         """See `StageJobs.reconciled_share`."""
-        entries = list(ledger)
-        return await self._between_passes(lambda: self.jobs.reconciled_share(entries, wanted, ledger.step))
+        entries, discarded = list(ledger), list(ledger.discarded)
+        return await self._between_passes(lambda: self.jobs.reconciled_share(entries, wanted, ledger.step, discarded))
+
+    async def share_digest(self, share: Tensor) -> str:
+        """See `share_digest`."""
+        return await self._step_work(lambda: share_digest(share))
 
     async def factors(self, share: Tensor | None) -> FactorRound:
         """See `StageCoder.factors`."""

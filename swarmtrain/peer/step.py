@@ -18,12 +18,14 @@ import logging
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from swarmtrain.chain.state_transfer import StateSource
 from swarmtrain.observe.faults import Action, Point
 from swarmtrain.observe.split import Part
 from swarmtrain.peer.attempt import Attempt, Attempts, Listener, roster_fault
 from swarmtrain.peer.basis import Bases, BasisMissing
+from swarmtrain.peer.compute import see_exception
 from swarmtrain.peer.identity import PeerIdentity, PeerState
 from swarmtrain.peer.jobs import StaleWork
 from swarmtrain.peer.stage import Stage
@@ -171,6 +173,7 @@ class StepProtocol:
             except StaleWork as error:
                 return Unprepared(b"", (), str(error))
         peer.faults.hit(Point.IN_PREPARE)
+        sealing = self._sealed(share)
         try:
             with stage.split.during(Part.REDUCE):
                 reduced = await attempt.all_reduce(share)
@@ -179,7 +182,18 @@ class StepProtocol:
             return Unprepared(b"", error.suspects, str(error)[:1000])
         squared_norm, digest = await stage.finish(reduced.gradient)
         self._ready[prepare.step] = Ready(reduced, digest, frozenset(wanted))
-        return Prepared(squared_norm, digest, await self.bases.propose(prepare.step, reduced.gradient))
+        basis = await self.bases.propose(prepare.step, reduced.gradient)
+        return Prepared(squared_norm, digest, basis, share=await sealing)
+
+    def _sealed(self, share: Tensor | None) -> asyncio.Future[str]:
+        """The digest of this peer's own part of the sum, made while it is added to the others'."""
+        if share is None or not self._clock.manifest.checks.share:
+            empty: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            empty.set_result("")
+            return empty
+        sealing = asyncio.ensure_future(self._stage.share_digest(share))
+        sealing.add_done_callback(see_exception)
+        return sealing
 
     async def reduce_share(self, share: ReduceShare, exchange: Exchange) -> ReducedPiece:
         """Another peer's share of a piece that this peer owns; answered when the piece is complete."""

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from swarmtrain.peer.compute import Key
 from swarmtrain.peer.identity import PeerIdentity, PeerState
 from swarmtrain.peer.ledger import Ledger
 from swarmtrain.rpc.errors import Refusal
@@ -28,6 +29,7 @@ class StepClock:
     is_applying: bool = False  # this step is over, the state is being changed: no more work for it
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _ledgers: dict[int, Ledger] = field(default_factory=dict)  # by step, from the current one on
+    _rounds: dict[Key, int] = field(default_factory=dict)  # of microbatches of open steps that were begun anew
 
     @property
     def ledger(self) -> Ledger:
@@ -43,6 +45,28 @@ class StepClock:
     def ledgers(self) -> list[Ledger]:
         """Of all open steps that this peer has work of, the oldest first."""
         return [self._ledgers[step] for step in sorted(self._ledgers) if len(self._ledgers[step])]
+
+    def known_ledger(self, step: int) -> Ledger | None:
+        """A step's, if there is one: for requests whose step may be any."""
+        return self._ledgers.get(step)
+
+    def round_of(self, step: int, microbatch: int) -> int:
+        """How often a microbatch of an open step was begun anew, as far as the coordinator has said."""
+        return self._rounds.get((step, microbatch), 0)
+
+    async def begin_anew(self, step: int, microbatch: int, round: int) -> None:
+        """The coordinator says that what was computed of a microbatch before this round does not count."""
+        if not self.step <= step <= self.step + 1 or round <= self.round_of(step, microbatch):
+            return
+        async with self.changed:
+            self._rounds[step, microbatch] = round
+            self.ledger_of(step).discard(microbatch, before=round)
+            self.changed.notify_all()
+
+    async def reach_round(self, step: int, microbatch: int, round: int, *, timeout_s: float) -> bool:
+        """Wait until the coordinator has said that this round has begun; whether it has."""
+        await self._wait_until(lambda: self.round_of(step, microbatch) >= round or step < self.step, timeout_s)
+        return step >= self.step and self.round_of(step, microbatch) >= round
 
     @property
     def num_open(self) -> int:
@@ -90,6 +114,7 @@ class StepClock:
         """Another state, or another life: whatever was computed does not count."""
         async with self.changed:
             self._ledgers.clear()
+            self._rounds.clear()
             self.step, self.is_applying = step, False
             self.changed.notify_all()
 
@@ -97,6 +122,7 @@ class StepClock:
         """This step is applied. Its ledger goes, that of the next one stays."""
         async with self.changed:
             self._ledgers.pop(self.step, None)
+            self._rounds = {key: round for key, round in self._rounds.items() if key[0] > self.step}
             self.step, self.is_applying = self.step + 1, False
             self.changed.notify_all()
 

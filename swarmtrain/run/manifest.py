@@ -147,6 +147,15 @@ class ScheduleSection:
 
 
 @dataclass(frozen=True)
+class ChecksSection:
+    """What peers compute is computed again by others: docs/checks.md."""
+
+    share: float = key(
+        "share of the work that is computed a second time, by another peer; 0 = none", default=0.0, low=0.0, high=1.0
+    )
+
+
+@dataclass(frozen=True)
 class ValidationSection:
     """Loss on tokens that are never trained on."""
 
@@ -176,6 +185,7 @@ class Manifest:
     batch: BatchSection
     optimizer: OptimizerSection
     schedule: ScheduleSection
+    checks: ChecksSection
     validation: ValidationSection
     checkpoint: CheckpointSection
 
@@ -281,6 +291,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "batch": BatchSection,
     "optimizer": OptimizerSection,
     "schedule": ScheduleSection,
+    "checks": ChecksSection,
     "validation": ValidationSection,
     "checkpoint": CheckpointSection,
 }

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 EPOCH_S = 1_750_000_000.0  # the start of every simulated world
 # Seconds per job on a machine of speed 1; jobs with other labels take as long as `step`.
-JOB_S = {"forward": 0.020, "backward": 0.040, "evaluate": 0.015, "message": 0.0005, "step": 0.010}
+JOB_S = {"forward": 0.020, "backward": 0.040, "evaluate": 0.015, "check": 0.060, "message": 0.0005, "step": 0.010}
 DISK_S = 0.002  # duration of blocking work, usually disk access
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from swarmtrain.wire.limits import MaxLength, Range
+from swarmtrain.wire.limits import Lengths, MaxLength, Range
 
 MAX_ADDRESS = 256
 MAX_ADDRESSES = 4
@@ -18,6 +18,8 @@ MicrobatchIndex = Annotated[int, Range(0, 2**20)]
 Attempt = Annotated[int, Range(0, 2**31)]
 ExclusionNumber = Annotated[int, Range(0, 2**40)]
 Assignment = Annotated[int, Range(0, 2**53)]
+Round = Annotated[int, Range(0, 2**20)]
+SealDigest = Annotated[bytes, Lengths(0, 16)]
 Digest = Annotated[str, MaxLength(64)]
 Incarnation = Annotated[str, MaxLength(32)]
 Milliseconds = Annotated[float, Range(0.0, 1e9)]

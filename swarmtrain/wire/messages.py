@@ -7,6 +7,7 @@ of them refuses with a code of `Code`.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -21,7 +22,9 @@ from swarmtrain.wire.field_types import (
     MicrobatchIndex,
     PeerId,
     Rate,
+    Round,
     RunId,
+    SealDigest,
     Seconds,
     StageIndex,
     Step,
@@ -31,6 +34,9 @@ from swarmtrain.wire.field_types import (
 from swarmtrain.wire.peer_report import PeerReport
 from swarmtrain.wire.schema import AllowNonFinite, Blob, MaxLength, Message, Priority, Range, Registry, message
 
+REDONE = struct.Struct("<QII")  # step, microbatch, round
+MAX_REDONE = 1 << 15  # of the open steps
+MAX_CHECKED = 1024  # microbatches in one check
 MAX_EMPTY_STAGES = 16  # named in a verdict; work does not get past the first of them anyway
 MAX_EXCLUSIONS_TOLD = 128  # in one verdict; a peer that does not know as many asks again at once
 
@@ -85,6 +91,7 @@ class Work(Message):
     boundary: Annotated[Blob, MaxLength(256 * MIB)]  # empty for stage 0
     backlog_s: Seconds = 0.0  # other work that the caller has to do, when it sends this
     is_stolen: bool = False  # a peer of the stage was redirected from it: it is not stolen again
+    round: Round = 0  # how often it was begun anew on all stages, because work on it was found to be wrong
 
 
 @message(kind="done", priority=Priority.BOUNDARY)
@@ -136,6 +143,7 @@ class Replay(Message):
     step: Step
     microbatch: MicrobatchIndex
     hints: Hops
+    round: Round = 0
 
 
 @message(kind="heartbeat", priority=Priority.CONTROL)
@@ -148,6 +156,7 @@ class Heartbeat(Message):
     metrics: Annotated[str, MaxLength(80)] = ""  # HOST:PORT where its metrics can be read, or empty
     spent: Annotated[tuple[Seconds, ...], MaxLength(5)] = ()  # seconds: compute, reduce, queue, wire, idle
     exclusions: ExclusionNumber = 0  # the last one that it has heard of in this term
+    numeric_class: Digest = ""  # peers of a stage with the same one compute the same bits
 
 
 @message(kind="seek_stage", priority=Priority.CONTROL)
@@ -243,6 +252,7 @@ class ReceiptIssued(Message):
 
     body: Annotated[str, MaxLength(32 * 1024)]
     signature: Annotated[bytes, MaxLength(128)]
+    redone: Annotated[bytes, MaxLength(MAX_REDONE * REDONE.size)] = b""  # REDONE of microbatches that are begun anew
 
 
 @message(kind="fetch_run", priority=Priority.CONTROL)
@@ -306,6 +316,7 @@ class Prepared(Message):
     squared_norm: Annotated[float, AllowNonFinite()]
     digest: Digest
     basis: Digest = ""  # from the last stage, when the subspace moves at this step: of the new basis
+    share: Digest = ""  # of this peer's own part of the sum, before it knows whether that is checked
 
 
 @message(kind="unprepared", priority=Priority.CONTROL)
@@ -411,6 +422,85 @@ class ChunkDigests(Message):
     digests: Annotated[Blob, MaxLength(16 * MIB)]
 
 
+@message(kind="fetch_seals", priority=Priority.CONTROL)
+class FetchSeals(Message):
+    """What a peer has received and sent for these microbatches, sealed before it can know which are checked.
+    Answer: `Seals`."""
+
+    run: RunId
+    term: Term
+    stage: StageIndex
+    step: Step
+    microbatches: Annotated[bytes, MaxLength(4 * MIB)]  # uint32, little endian
+
+
+@message(kind="seals", priority=Priority.CONTROL)
+class Seals(Message):
+    """One seal (`chain/seals.py`) for each microbatch that was asked for; zeros for one that is not there."""
+
+    seals: Annotated[Blob, MaxLength(64 * MIB)]
+
+
+class Kept(StrEnum):
+    """Which tensor of a ledger's entry is wanted."""
+
+    OUTPUT = "output"  # what was sent to the next stage
+    SENT_GRADIENT = "sent-gradient"  # what was sent to the stage before
+
+
+@message(kind="fetch_kept", priority=Priority.CONTROL)
+class FetchKept(Message):
+    """From a peer that checks another one, to that one's neighbours: a tensor of their ledgers. Answer: `KeptTensor`."""
+
+    run: RunId
+    term: Term
+    stage: StageIndex  # of the peer that is asked
+    step: Step
+    microbatch: MicrobatchIndex
+    round: Round
+    kept: Kept
+
+
+@message(kind="kept_tensor", priority=Priority.ALL_REDUCE)
+class KeptTensor(Message):
+    """The bytes as they have travelled."""
+
+    values: Annotated[Blob, MaxLength(256 * MIB)]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One microbatch that is checked, and where its tensors are: never at the peer that is checked."""
+
+    microbatch: MicrobatchIndex
+    round: Round
+    before: PeerId  # has the input; empty on stage 0
+    input: SealDigest
+    after: PeerId  # has the gradient of the output; empty on the last stage
+    gradient: SealDigest
+
+
+@message(kind="check", priority=Priority.CONTROL)
+class Check(Message):
+    """From the coordinator: compute what another peer of your stage has computed. Answer: `Checked`."""
+
+    run: RunId
+    term: Term
+    stage: StageIndex
+    step: Step
+    cases: Annotated[tuple[Case, ...], MaxLength(MAX_CHECKED)]
+    tokens: Annotated[Blob, MaxLength(16 * MIB)]  # of all cases, one after the other
+    adds_up: bool  # their gradients are added up, too
+
+
+@message(kind="checked", priority=Priority.CONTROL)
+class Checked(Message):
+    """What the checker has computed."""
+
+    seals: Annotated[bytes, MaxLength(MAX_CHECKED * 64)]  # of what it would have sent
+    share: Digest  # of the sum of all cases' gradients; empty if it was not asked for
+
+
 @message(kind="leave", priority=Priority.CONTROL)
 class Leave(Message):
     """The run is over, or this peer is not wanted any more."""
@@ -467,6 +557,12 @@ MESSAGES = Registry(
     StateChunk,
     FetchDigests,
     ChunkDigests,
+    FetchSeals,
+    Seals,
+    FetchKept,
+    KeptTensor,
+    Check,
+    Checked,
     Leave,
     Resync,
     Acknowledged,
