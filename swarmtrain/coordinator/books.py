@@ -7,7 +7,7 @@ each. Any other peer that has computed a microbatch takes it out of its sum agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from swarmtrain.wire.messages import Hop
@@ -28,16 +28,46 @@ class ReplayPlan:
 class StepBooks:
     """Claims and losses of one step."""
 
-    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+    def __init__(self, num_stages: int, num_microbatches: int, rounds: Mapping[int, int] | None = None) -> None:
+        """`rounds`: of microbatches that were begun anew before."""
         self.num_stages, self.num_microbatches = num_stages, num_microbatches
+        self._rounds = dict(rounds or {})
+        self._outdated: set[int] = set()  # begun anew, and not answered since
         self.losses: dict[int, float] = {}
         self._claims: list[list[list[PeerKey]]] = [[[] for _ in range(num_microbatches)] for _ in range(num_stages)]
 
-    def record(self, microbatch: int, loss: float, route: Iterable[Hop]) -> None:
-        """An answer has arrived. The first loss stands: all answers for one microbatch carry the same."""
+    def record(self, microbatch: int, loss: float, route: Iterable[Hop], round: int = 0) -> None:
+        """An answer has arrived. The first loss of a round stands: all answers for one microbatch carry the same.
+
+        An answer of a former round does not count.
+        """
+        if round != self.round_of(microbatch):
+            return
+        if microbatch in self._outdated:
+            self._outdated.discard(microbatch)
+            self.losses[microbatch] = loss
         self.losses.setdefault(microbatch, loss)
         for hop in route:
             self.claim(microbatch, hop)
+
+    def round_of(self, microbatch: int) -> int:
+        """How often a microbatch was begun anew."""
+        return self._rounds.get(microbatch, 0)
+
+    def begin_anew(self, microbatch: int, round: int) -> None:
+        """Nothing of a microbatch counts any more, on no stage."""
+        self._rounds[microbatch] = round
+        self._outdated.add(microbatch)
+        for stage in self._claims:
+            stage[microbatch].clear()
+
+    def touched_by(self, peer_id: str) -> list[int]:
+        """Microbatches that this peer, in any life, may have had a part in: it claims them, or nobody knows yet."""
+        return [
+            i
+            for i in range(self.num_microbatches)
+            if i not in self.losses or any(peer_id == key[0] for stage in self._claims for key in stage[i])
+        ]
 
     def claim(self, microbatch: int, hop: Hop) -> None:
         """A peer has this microbatch in its sum."""

@@ -15,6 +15,7 @@ from swarmtrain.coordinator.bans import Bans
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member, Members
+from swarmtrain.coordinator.rounds import Rounds
 from swarmtrain.coordinator.split_brain import Known
 from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
@@ -53,6 +54,20 @@ class Wait:
 
 
 @dataclass
+class CheckCounts:
+    """What has become of checks, since this coordinator began."""
+
+    drawn: int = 0
+    done: int = 0  # a second peer has computed it
+    mismatched: int = 0  # and came to something else
+    undecided: int = 0  # nobody could say who of the two is right
+    unanswered: int = 0
+    without_checker: int = 0  # no other peer of the stage computes the same bits
+    excluded: int = 0  # peers
+    begun_anew: int = 0  # microbatches
+
+
+@dataclass
 class RunContext:
     """One run at its coordinator; touched on the event loop only."""
 
@@ -78,6 +93,8 @@ class RunContext:
     tally: Tally = field(default_factory=Tally)
     bans: Bans = field(default_factory=Bans)
     waits_for: Wait | None = None
+    rounds: Rounds = field(default_factory=Rounds)
+    checks: CheckCounts = field(default_factory=CheckCounts)
     _missed: dict[str, float] = field(default_factory=dict)  # peer: when
 
     @property
@@ -185,6 +202,11 @@ class RunContext:
         self.bans.note(self.journal.exclude(self.step, peer_id, row.name, "", is_lifted=True))
         self.events.emit(PeerReadmitted(peer_id, row.name))
         await self.notify()
+
+    def void(self, stage: int, key: tuple[str, str]) -> None:
+        """A peer that is gone does not answer for anything on this stage."""
+        for books in self.books.values():
+            books.lose(stage, key)
 
     def void_claims(self, member: Member) -> None:
         """A peer's ledgers are gone or out of reach: what it had of the open steps must be computed again."""

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
 from swarmtrain.chain.rebalancing import MoveRules
 from swarmtrain.checkpoint import other_data
+from swarmtrain.codec import Direction, make_encoder
+from swarmtrain.codec.spec import CriticalSpec
 from swarmtrain.coordinator.admission import StageBook
 from swarmtrain.coordinator.apply import Applies
 from swarmtrain.coordinator.bans import Bans
@@ -36,13 +39,15 @@ from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.coordinator.receipts import Receipts
+from swarmtrain.coordinator.rounds import KEY as ROUNDS
+from swarmtrain.coordinator.rounds import Rounds
 from swarmtrain.coordinator.run import Run
 from swarmtrain.coordinator.split_brain import Known, check_running, next_term
 from swarmtrain.coordinator.web import page_routes
 from swarmtrain.data.files import atomic_write
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.directory.directory import Directory, DirectoryOptions, TopicRule
-from swarmtrain.errors import StorageError, SwarmtrainError
+from swarmtrain.errors import ManifestError, StorageError, SwarmtrainError
 from swarmtrain.machine import Machine, ThisMachine
 from swarmtrain.observe.events import Events, PhaseReached, StepApplied
 from swarmtrain.observe.faults import Faults
@@ -58,6 +63,7 @@ from swarmtrain.rpc.node import Node
 from swarmtrain.run.invite import Invite, run_id_of
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import (
+    MAX_REDONE,
     MESSAGES,
     Acknowledged,
     AskMove,
@@ -247,6 +253,7 @@ class CoordinatorDaemon:
             bans=self.bans,
             stages=[StageBook() for _ in range(manifest.stages.count)],
             faults=self.options.faults,
+            rounds=Rounds(partial(self.journal.set, ROUNDS), self.journal.get(ROUNDS)),
         )
         self.checkpoints = Checkpoints(
             self.context, self.options.state_dir / "checkpoints", data_digest=self._sampler.data_digest
@@ -460,6 +467,22 @@ def check_supported(manifest: Manifest) -> None:
     """Refuse codecs that do not exist or do not go together, before anything is started."""
     gradient_spec(manifest)
     codec_pair(manifest)
+    if manifest.checks.share:
+        check_repeatable(manifest)
+
+
+def check_repeatable(manifest: Manifest) -> None:
+    """Refuse checks of what another peer could not compute to the same bits, or take out of a sum again."""
+    key, fix = "checks.share", "set checks.share = 0, or choose another codec"
+    pair = codec_pair(manifest)
+    for spec, way in ((pair.forward, Direction.FORWARD), (pair.backward, Direction.BACKWARD)):
+        remembers = make_encoder(spec, boundary=0, direction=way).scope.remembers
+        if remembers or isinstance(spec, CriticalSpec):
+            raise ManifestError(key, f"{way.name.lower()} tensors depend on more than their microbatch", fix=fix)
+    if manifest.batch.accumulate != "exact":
+        raise ManifestError(key, "a liar's work can be taken out of exact sums only", fix='use accumulate = "exact"')
+    if 2 * manifest.batch.microbatches_per_step > MAX_REDONE:
+        raise ManifestError(key, f"a step may have at most {MAX_REDONE // 2} microbatches", fix=fix)
 
 
 def _write(path: Path, text: str) -> None:

@@ -80,6 +80,7 @@ class Heartbeats:
             sync_digest=offer.digest if offer else "",
             donors=some_donors(offer.donors, self._rng) if offer else (),
             exclusions=context.bans.exclusions.after(beat.exclusions),
+            redone=context.rounds.packed(context.books.keys()),
         )
         verdict = self._with_progress(verdict, peer_id)
         return verdict if verdict.reason else self._explained(verdict, member)

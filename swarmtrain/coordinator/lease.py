@@ -89,7 +89,9 @@ class Leases:
         async with asyncio.TaskGroup() as tasks:
             for step in range(context.step, manifest.schedule.steps):
                 await self._is_there(manifest.weights_step(step))
-                books = StepBooks(manifest.stages.count, manifest.batch.microbatches_per_step)
+                num_microbatches = manifest.batch.microbatches_per_step
+                rounds = {i: context.rounds.of(step, i) for i in range(num_microbatches)}
+                books = StepBooks(manifest.stages.count, num_microbatches, rounds)
                 context.books[step] = books
                 for microbatch in range(books.num_microbatches):
                     await limit.enter()
@@ -124,22 +126,30 @@ class Leases:
         async def one(index: int) -> float:
             async with limit:
                 work = self._work(context.step, index, context.sampler.validation(index), evaluate=True)
-                return (await self._call(work)).loss
+                done = await self._call(work)
+                assert done is not None
+                return done.loss
 
         return mean_loss(list(await asyncio.gather(*(one(i) for i in range(count)))))
 
     async def _lease(self, step: int, microbatch: int, books: StepBooks, hints: tuple[Hop, ...]) -> None:
         tokens, loop = self._context.sampler.microbatch(step, microbatch), asyncio.get_running_loop()
-        started = loop.time()
-        self._num_under_way += 1
-        try:
-            done = await self._call(self._work(step, microbatch, tokens, hints=hints))
-        finally:
-            self._num_under_way -= 1
-            self._idle_since = world.monotonic()
-        delay_s = loop.time() - started
-        self._in_flight.finished(delay_s, min(done.waited_s, delay_s))
-        await self._record(microbatch, done, books)
+        while True:  # once, unless the microbatch is begun anew meanwhile
+            started, round = loop.time(), books.round_of(microbatch)
+            work = self._work(step, microbatch, tokens, hints=hints, round=round)
+            self._num_under_way += 1
+            try:
+                done = await self._call(work, is_wanted=lambda: books.round_of(microbatch) == round)
+            finally:
+                self._num_under_way -= 1
+                self._idle_since = world.monotonic()
+            if done is not None:
+                delay_s = loop.time() - started
+                self._in_flight.finished(delay_s, min(done.waited_s, delay_s))
+                if books.round_of(microbatch) == round:
+                    await self._record(step, microbatch, done, books, round)
+                    return
+            hints = ()
 
     async def _replay(self, step: int, plan: ReplayPlan, books: StepBooks, limit: asyncio.Semaphore) -> None:
         async with limit:
@@ -147,7 +157,8 @@ class Leases:
                 await self._lease(step, plan.microbatch, books, plan.hints)
                 return
             context = self._context
-            request = Replay(context.run_id, context.term, step, plan.microbatch, plan.hints)
+            round = books.round_of(plan.microbatch)
+            request = Replay(context.run_id, context.term, step, plan.microbatch, plan.hints, round)
             try:
                 done = await context.node.call(
                     plan.holder.peer_id, request, deadline_s=self._deadlines.deadline_s, expect=Done
@@ -160,22 +171,29 @@ class Leases:
                 books.withdraw(plan.holder.stage, [plan.microbatch], (plan.holder.peer_id, plan.holder.incarnation))
                 await context.notify()
                 return
-            await self._record(plan.microbatch, done, books)
+            await self._record(step, plan.microbatch, done, books, round)
 
-    async def _record(self, microbatch: int, done: Done, books: StepBooks) -> None:
-        self._context.tally.answered(done.route)
-        books.record(microbatch, done.loss, [hop for hop in done.route if self._context.members.counts(hop)])
-        await self._context.notify()
+    async def _record(self, step: int, microbatch: int, done: Done, books: StepBooks, round: int) -> None:
+        context = self._context
+        context.tally.answered(done.route)
+        if any(hop.peer_id in context.bans for hop in done.route) and books.round_of(microbatch) == round:
+            # Whatever its neighbours on this route have of it is worth nothing.
+            context.rounds.begin([(step, microbatch)])
+            books.losses.setdefault(microbatch, done.loss)
+            books.begin_anew(microbatch, context.rounds.of(step, microbatch))
+        else:
+            books.record(microbatch, done.loss, [hop for hop in done.route if context.members.counts(hop)], round)
+        await context.notify()
 
-    async def _call(self, work: Work) -> Done:
-        """Have `work` done, however long it takes; only divergence ends it."""
+    async def _call(self, work: Work, is_wanted: Callable[[], bool] = lambda: True) -> Done | None:
+        """Have `work` done, however long it takes. Only divergence ends it; None if it is not wanted any more."""
 
         async def check(done: Done) -> None:
             if [hop.stage for hop in done.route] != list(range(self._context.manifest.stages.count)):
                 raise ValueError("an answer whose route does not lead through all stages")
 
         loop = asyncio.get_running_loop()
-        while True:
+        while is_wanted():
             started = loop.time()
             try:
                 done = await self._context.dispatcher.call(work, deadline_s=self._deadlines.deadline_s, check=check)
@@ -188,9 +206,17 @@ class Leases:
                 if refusal.code == Code.NOBODY:
                     self._in_flight.lost()
                 await self._context.dispatcher.neighbours.wait_for_news(1.0)
+        return None
 
     def _work(
-        self, step: int, microbatch: int, tokens: object, *, evaluate: bool = False, hints: tuple[Hop, ...] = ()
+        self,
+        step: int,
+        microbatch: int,
+        tokens: object,
+        *,
+        evaluate: bool = False,
+        hints: tuple[Hop, ...] = (),
+        round: int = 0,
     ) -> Work:
         context = self._context
         return Work(
@@ -204,6 +230,7 @@ class Leases:
             hints=hints,
             tokens=np.asarray(tokens).astype(self._id_type).tobytes(),
             boundary=b"",
+            round=round,
         )
 
     def window(self) -> int:

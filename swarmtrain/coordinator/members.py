@@ -26,6 +26,7 @@ class Member:
     name: str = ""
     metrics: str = ""  # HOST:PORT of its metrics
     spent: tuple[float, ...] = ()  # seconds: compute, reduce, queue, wire, idle
+    numeric_class: str = ""  # peers of a stage with the same one compute the same bits
     listening_from: int | None = None  # first step whose all-reduce this newcomer listens to
     excluded_at: int | None = None  # the step in which it was given up; it has not been told to serve since
     was_admitted: bool = False  # it was told to serve; its work may arrive before its next heartbeat
@@ -100,6 +101,7 @@ class Members:
             name=beat.name,
             metrics=beat.metrics if METRICS_ADDRESS.fullmatch(beat.metrics) else "",
             spent=beat.spent,
+            numeric_class=beat.numeric_class,
             listening_from=former.listening_from if former is not None and is_same and is_waiting else None,
             excluded_at=excluded_at,
         )

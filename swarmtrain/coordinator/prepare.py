@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
@@ -53,6 +53,7 @@ class PreparedStage:
     request: Prepare  # a peer that holds the gradient answers it again with the same digest
     answered_at: float  # on the loop's clock
     basis: str = ""  # on the last stage: the digest of the basis to which the subspace moves
+    parts: Mapping[tuple[str, str], str] = field(default_factory=dict)  # the digest of each peer's own part of the sum
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,9 @@ class Preparer:
                         request=requests[side.stage],
                         answered_at=loop.time(),
                         basis=good.basis,
+                        parts=_parts(side.members, answers[where]),
                     )
-                    for side, good, heard in zip(sides, found, listeners, strict=True)
+                    for side, good, heard, where in zip(sides, found, listeners, _slices(sides), strict=True)
                     if good is not None
                 ]
             for side, where in zip(sides, _slices(sides), strict=True):
@@ -347,6 +349,12 @@ def _slices(sides: list[_Side]) -> list[slice]:
     """Where the answers of each side lie among all answers."""
     ends = list(accumulate(len(side.members) for side in sides))
     return [slice(end - len(side.members), end) for side, end in zip(sides, ends, strict=True)]
+
+
+def _parts(members: Sequence[Member], answers: Sequence[Reply]) -> dict[tuple[str, str], str]:
+    """What the members say that their own parts of the sum are."""
+    pairs = zip(members, answers, strict=True)
+    return {member.key: answer.share for member, answer in pairs if isinstance(answer, Prepared)}
 
 
 def _agreed(answers: Sequence[Reply]) -> Prepared | None:

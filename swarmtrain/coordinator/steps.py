@@ -7,6 +7,7 @@ import asyncio
 from swarmtrain import world
 from swarmtrain.coordinator.apply import Applies, StepResult
 from swarmtrain.coordinator.books import StepBooks
+from swarmtrain.coordinator.checks import Checks
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.journal import Decision
 from swarmtrain.coordinator.lease import Leases
@@ -22,9 +23,9 @@ class StepDriver:
     def __init__(self, context: RunContext, applies: Applies) -> None:
         self._context, self._applies = context, applies
         self.leases = Leases(context)
-        self._preparer = Preparer(context)
         self.seconds = 0.0  # what the last step took, as the journal has it: with the apply of the one before
         self._apply_s = 0.0
+        self._preparer, self._checks = Preparer(context), Checks(context)
 
     async def step(self, *, checkpoint: bool) -> StepResult:
         """Await the leases of the run's step; reduce, decide, apply. With `checkpoint`, a peer of each stage keeps a
@@ -34,7 +35,7 @@ class StepDriver:
         await context.wait_for(lambda: step in context.books and context.books[step].is_answered)
         books = context.books[step]
         leased = world.monotonic()
-        prepared = await self._prepared(step, books)
+        prepared = await self._checked(step, books)
         reduced = world.monotonic()
         decision = self._decide(step, books, prepared)
         context.faults.hit(Point.BEFORE_DECISION)
@@ -59,6 +60,18 @@ class StepDriver:
             await self.leases.allow(context.step)
         context.faults.hit(Point.AFTER_STEP)
         return result
+
+    async def _checked(self, step: int, books: StepBooks) -> list[PreparedStage]:
+        """The reduced sums, without the work of peers that were found to lie. Checks go on beside the all-reduce."""
+        while True:
+            looking = asyncio.create_task(self._checks.look(step, books))
+            try:
+                prepared = await self._prepared(step, books)
+                await looking
+            finally:
+                looking.cancel()
+            if await self._checks.passed(step, books, prepared):
+                return prepared
 
     async def _prepared(self, step: int, books: StepBooks) -> list[PreparedStage]:
         """The reduced sums of all stages, each held by a peer that is there now.

@@ -260,6 +260,37 @@ class PeerDiverged(Event):
 
 
 @dataclass(frozen=True)
+class WorkBegunAnew(Event):
+    """What was computed of some microbatches does not count, on any stage: they are begun anew."""
+
+    step: int
+    microbatches: int
+    reason: str
+
+    def line(self) -> str:
+        """For a person."""
+        return f"step {self.step}: {self.microbatches} microbatches are begun anew: {self.reason}"
+
+
+@dataclass(frozen=True)
+class CheckUndecided(Event):
+    """Two peers came to different results, and no third one could say which is right."""
+
+    step: int
+    stage: int
+    peer: str
+    checker: str
+    peer_name: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        return (
+            f"step {self.step}: {called(self.peer, self.peer_name)} and {called(self.checker)} of stage {self.stage} "
+            "came to different results, and no third peer could say which is right"
+        )
+
+
+@dataclass(frozen=True)
 class CheckpointWritten(Event):
     """A checkpoint is on disk."""
 

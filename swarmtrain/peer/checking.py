@@ -42,7 +42,11 @@ class Checking:
         if ledger is None:
             raise peer.refuse(Code.UNKNOWN, f"step {request.step} is not open here")
         entries = [ledger.get(microbatch) for microbatch in wanted]
-        return Seals(packed(await world.in_thread(lambda: [self._seal(entry) for entry in entries])))
+        losses = b""
+        if self._stage.state.plan.is_last:
+            answers = [entry.answer if entry is not None else None for entry in entries]
+            losses = np.array([answer.loss if answer else 0.0 for answer in answers], dtype="<f8").tobytes()
+        return Seals(packed(await world.in_thread(lambda: [self._seal(entry) for entry in entries])), losses)
 
     def _seal(self, entry: Entry | None) -> Seal:
         if entry is None or entry.answer is None:
@@ -92,7 +96,9 @@ class Checking:
         """The token ids of every case."""
         peer = self._peer
         if not check.cases or len(check.tokens) % len(check.cases):
-            raise peer.refuse(Code.BAD_TENSOR, f"{len(check.tokens)} bytes of tokens for {len(check.cases)} microbatches")
+            raise peer.refuse(
+                Code.BAD_TENSOR, f"{len(check.tokens)} bytes of tokens for {len(check.cases)} microbatches"
+            )
         size = len(check.tokens) // len(check.cases)
         found = [check.tokens[start : start + size] for start in range(0, len(check.tokens), size)]
         for ids in found:
@@ -106,7 +112,8 @@ class Checking:
         """What the checked peer's neighbour has sent to it, as that neighbour has sealed it."""
         is_input = kept is Kept.OUTPUT
         source, sealed = (case.before, case.input) if is_input else (case.after, case.gradient)
-        if not source:
+        is_unused = not is_input and self._stage.state.plan.is_first and not check.adds_up
+        if not source or is_unused:
             return b""
         stage = check.stage - 1 if is_input else check.stage + 1
         request = FetchKept(check.run, check.term, stage, check.step, case.microbatch, case.round, kept)

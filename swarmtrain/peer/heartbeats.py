@@ -174,7 +174,9 @@ class HeartbeatLoop:
         await peer.enter_term(answer.term)
         peer.verdict = answer
         if answer.term >= peer.term:
-            for step, microbatch, round in REDONE.iter_unpack(answer.redone[: len(answer.redone) // REDONE.size * REDONE.size]):
+            for step, microbatch, round in REDONE.iter_unpack(
+                answer.redone[: len(answer.redone) // REDONE.size * REDONE.size]
+            ):
                 await self._clock.begin_anew(step, microbatch, round)
         said, now = heartbeat.report, self._heartbeat().report
         # An answer about a past state does not count. Whatever changed the state asks again; a step that was applied

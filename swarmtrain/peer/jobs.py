@@ -171,7 +171,9 @@ class StageJobs:
                 self._add_again(entry, step, sign=-1 if entry.accumulated else 1)
         return self.worker.lend_sum(step)
 
-    def checked(self, tokens: Raw, boundary: Raw, gradient: Raw, step: int, microbatch: int, total: Accumulator | None) -> Made:
+    def checked(
+        self, tokens: Raw, boundary: Raw, gradient: Raw, step: int, microbatch: int, total: Accumulator | None
+    ) -> Made:
         """What a microbatch comes to on this stage, from what another peer of it has received; leaves no trace here.
 
         Its gradient is added to `total`, if there is one.
@@ -187,6 +189,8 @@ class StageJobs:
         else:
             encoded = codecs.encode_once(Direction.FORWARD, done.result, step, microbatch, tokens)
             output = encoded.payload
+            if self.plan.is_first and total is None:
+                return Made(output, loss, b"")  # nothing that it sends follows from the gradient
             upstream = codecs.decode_gradient(gradient, step, microbatch, encoded.aux)
         gradients = worker.backward(done, upstream)
         if total is not None:

@@ -144,9 +144,7 @@ class Stage:
             Kind.EVALUATE, (step, microbatch), lambda: self.jobs.evaluate(tokens, boundary, step, microbatch)
         )
 
-    async def checked(
-        self, tokens: Raw, boundary: Raw, gradient: Raw, key: Key, total: Accumulator | None
-    ) -> Made:
+    async def checked(self, tokens: Raw, boundary: Raw, gradient: Raw, key: Key, total: Accumulator | None) -> Made:
         """See `StageJobs.checked`. Of passes that wait, those of older steps come first."""
         job = partial(self.jobs.checked, tokens, boundary, gradient, *key, total)
         return (await self.compute.run(Kind.CHECK, key, job)).value

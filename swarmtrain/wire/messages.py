@@ -237,6 +237,7 @@ class Verdict(Message):
     credit: Annotated[int, Range(0, 2**53)] = 0  # decided microbatches that count as this peer's, on all its stages
     exclusions: Annotated[tuple[Exclusion, ...], MaxLength(MAX_EXCLUSIONS_TOLD)] = ()  # that the peer has not heard of
     credit_s: Seconds = 0.0  # of the steps in which it had a part
+    redone: Annotated[bytes, MaxLength(MAX_REDONE * REDONE.size)] = b""  # REDONE of microbatches that are begun anew
 
 
 @message(kind="fetch_receipt", priority=Priority.CONTROL)
@@ -252,7 +253,6 @@ class ReceiptIssued(Message):
 
     body: Annotated[str, MaxLength(32 * 1024)]
     signature: Annotated[bytes, MaxLength(128)]
-    redone: Annotated[bytes, MaxLength(MAX_REDONE * REDONE.size)] = b""  # REDONE of microbatches that are begun anew
 
 
 @message(kind="fetch_run", priority=Priority.CONTROL)
@@ -439,6 +439,7 @@ class Seals(Message):
     """One seal (`chain/seals.py`) for each microbatch that was asked for; zeros for one that is not there."""
 
     seals: Annotated[Blob, MaxLength(64 * MIB)]
+    losses: Annotated[bytes, MaxLength(8 * MIB)] = b""  # from the last stage, which alone knows them: float64
 
 
 class Kept(StrEnum):
