@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -139,7 +140,7 @@ class Leases:
             work = self._work(step, microbatch, tokens, hints=hints, round=round)
             self._num_under_way += 1
             try:
-                done = await self._call(work, is_wanted=lambda: books.round_of(microbatch) == round)
+                done = await self._call(work, is_wanted=partial(_is_current, books, microbatch, round))
             finally:
                 self._num_under_way -= 1
                 self._idle_since = world.monotonic()
@@ -236,3 +237,8 @@ class Leases:
     def window(self) -> int:
         """Microbatches under way at once: two for every peer, one of which waits there; more where links are slow."""
         return max(self._in_flight.size, 2 * len(self._context.members.all()))
+
+
+def _is_current(books: StepBooks, microbatch: int, round: int) -> bool:
+    """Whether a microbatch has not been begun anew since."""
+    return books.round_of(microbatch) == round

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
@@ -115,6 +115,7 @@ class RunObserver:
             "diverged": status.diverged,
             "excluded": self._excluded(),
             "num_excluded": len(context.bans),
+            "checks": asdict(context.checks),
             "transfers": {
                 "sent": {"bytes": up[0], "seconds": up[1]},
                 "received": {"bytes": down[0], "seconds": down[1]},

@@ -27,14 +27,13 @@ def numeric_class(manifest: Manifest, device: torch.device | str = "cpu") -> str
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device).requires_grad_(True)
 
-    hidden, up, down = drawn(num_tokens, model.hidden_size), drawn(model.hidden_size, manifest.ffn_size), None
-    down = drawn(manifest.ffn_size, model.hidden_size)
+    hidden = drawn(num_tokens, model.hidden_size)
+    up, down = drawn(model.hidden_size, manifest.ffn_size), drawn(manifest.ffn_size, model.hidden_size)
     normed = hidden * torch.rsqrt(hidden.square().mean(dim=1, keepdim=True) + 1e-5)  # (t, d)
     inner = torch.nn.functional.silu(normed @ up) @ down  # (t, d)
     scores = torch.softmax(inner @ hidden.t() / model.hidden_size, dim=1)  # (t, t)
-    answer = torch.nn.functional.cross_entropy(
-        scores @ inner, torch.arange(num_tokens, device=device) % model.hidden_size
-    )
+    targets = torch.arange(num_tokens, device=device) % model.hidden_size
+    answer = torch.nn.functional.cross_entropy(scores @ inner, targets)
     found = [answer, inner, *torch.autograd.grad(answer, [hidden, up, down])]
     digest = hashlib.sha256(f"{torch.__version__} {torch.device(device).type}".encode())
     for tensor in found:

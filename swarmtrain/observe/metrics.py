@@ -194,6 +194,7 @@ def run_families(snapshot: Snapshot) -> Iterator[Metric]:
         "run_diverged_peers", "Peers whose state differed from that of their replicas.", ({}, snapshot["diverged"])
     )
     yield gauge("run_excluded_peers", "Peers that are excluded from the run.", ({}, snapshot["num_excluded"]))
+    yield counter("run_checks", "Checks of peers' work, by result.", *by("result", snapshot["checks"]))
     yield counter(
         "run_refused", "Requests that the coordinator refused, by code.", *by("code", bounded(snapshot["refused"]))
     )

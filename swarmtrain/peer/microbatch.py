@@ -102,8 +102,10 @@ class Microbatches:
         return answer
 
     async def _enter_round(self, work: Work) -> None:
-        """Refuse what was computed from work that does not count any more. Only the coordinator begins a round: one that
-        a neighbour names must have been heard from the coordinator itself."""
+        """Refuse what was computed from work that does not count any more. Only the coordinator begins a round.
+
+        One that a neighbour names must have been heard from the coordinator itself.
+        """
         peer, clock = self._peer, self._clock
         if work.stage == 0:
             await clock.begin_anew(work.step, work.microbatch, work.round)

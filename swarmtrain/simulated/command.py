@@ -49,6 +49,7 @@ def run_schedule(schedule: Schedule, *, trace: Callable[[str], None] | None = No
             director.run()
             reference = _references(schedule.manifest())
             failures = judge(swarm, reference, is_exact=schedule.is_exact)
+            failures += [f"an honest peer: {event.line()}" for _, event in swarm.happened("peer_excluded")]
             virtual_s = swarm.now
         real_s = time.perf_counter() - started
         happened = tuple(director.happened)

@@ -162,6 +162,7 @@ def draw(seed: int, *, standard: bool = False) -> Schedule:
     overrides += ["optimizer.kind=muon", "optimizer.learning_rate=0.02"] if is_muon else []
     overrides += [] if standard else _delay(random.Random(f"delay:{seed}"))
     overrides += [] if standard else _arithmetic(random.Random(f"arithmetic:{seed}"), kind)
+    overrides += [] if standard or remembers else _checks(random.Random(f"checks:{seed}"))
     num_faults = 10 if standard else rng.choice((0, 1, 2, 3, 5, 8, 10, 12))
     peers = [f"peer{index}" for index in range(num_peers)]
     faults = sorted(
@@ -193,6 +194,11 @@ def _arithmetic(rng: random.Random, kind: str) -> list[str]:
     has_signs, is_rounded = rng.random() < 0.3, rng.random() < 0.25
     found = ["boundary.table=signs"] if has_signs else []
     return [*found, "model.precision=bf16"] if is_rounded and kind != "projected" and has_bf16() else found
+
+
+def _checks(rng: random.Random) -> list[str]:
+    """In a third of all schedules peers check each other, more than in any real run."""
+    return [f"checks.share={rng.choice((0.1, 0.4, 1.0))}"] if rng.random() < 0.34 else []
 
 
 def _fault(rng: random.Random, peers: list[str], num_stages: int, num_steps: int) -> Fault:

@@ -451,7 +451,7 @@ class Kept(StrEnum):
 
 @message(kind="fetch_kept", priority=Priority.CONTROL)
 class FetchKept(Message):
-    """From a peer that checks another one, to that one's neighbours: a tensor of their ledgers. Answer: `KeptTensor`."""
+    """From a peer that checks another one, to that one's neighbours: a tensor that they keep. Answer: `KeptTensor`."""
 
     run: RunId
     term: Term

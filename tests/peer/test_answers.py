@@ -209,8 +209,10 @@ def test_a_caller_that_sends_other_bytes_gets_the_mask_that_the_gradient_belongs
         assert mine is not None
         assert mine.answer is not None
         assert last.parts.stage.jobs.num_forwards == 1
-        right = last.upstream[0].codecs.decode_gradient(mine.answer.gradient, 0, 1, last.upstream[0]._masks_out[0, 1])
-        gotten = theirs.codecs.decode_gradient(answers[1].gradient, 0, 1, theirs._masks_out[0, 1])
+        right = last.upstream[0].codecs.decode_gradient(
+            mine.answer.gradient, 0, 1, last.upstream[0]._masks_out[0, 1, 0]
+        )
+        gotten = theirs.codecs.decode_gradient(answers[1].gradient, 0, 1, theirs._masks_out[0, 1, 0])
         assert torch.equal(gotten, right)
         assert (await last.work(other)).gradient is answers[1].gradient  # made once
         assert mine.num_bytes >= len(answers[1].gradient) + len(mine.answer.gradient)

@@ -90,6 +90,7 @@ def test_every_key_changes_the_digest() -> None:
             "delay_from": "3",
             "predict": "true",
         },
+        "checks": {"share": "0.02"},
         "validation": {"every": "3", "microbatches": "2"},
         "checkpoint": {"every": "3", "keep": "2"},
     }

@@ -1,0 +1,101 @@
+"""Peers that lie with finite numbers: real daemons of which one function is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmtrain.simulated.swarm import Life, SimulatedSwarm
+
+Change = Callable[[Tensor], Tensor]
+
+
+def constant(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, 0.01)
+
+
+def drawn(tensor: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * tensor.std()
+
+
+def scaled(tensor: Tensor) -> Tensor:
+    return 1.5 * tensor
+
+
+def flipped(tensor: Tensor) -> Tensor:
+    return -tensor
+
+
+def noisy(tensor: Tensor) -> Tensor:
+    return tensor * (1.0 + 1e-6 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
+
+
+def stale() -> Change:
+    """What it should have sent for the microbatch before."""
+    kept: list[Tensor] = []
+
+    def change(tensor: Tensor) -> Tensor:
+        kept.append(tensor.clone())
+        return kept[-2] if len(kept) > 1 else constant(tensor)
+
+    return change
+
+
+def changes() -> dict[str, Change]:
+    """SENTINEL's list of attacks."""
+    named = {"constant": constant, "random": drawn, "scaled": scaled, "flipped": flipped, "noisy": noisy}
+    return {**named, "stale": stale()}
+
+
+def _jobs(life: Life) -> Any:
+    return life.daemon.assignment.stage.jobs
+
+
+def lie_forward(life: Life, change: Change) -> None:
+    """It sends another output than it has computed."""
+    codecs = _jobs(life).codecs
+    honest = codecs.encode_output
+    codecs.encode_output = lambda entry, step, output, partner: honest(entry, step, change(output), partner)
+
+
+def lie_backward(life: Life, change: Change) -> None:
+    """It sends another gradient than it has computed."""
+    codecs = _jobs(life).codecs
+    honest = codecs.encode_gradient
+    codecs.encode_gradient = lambda entry, step, gradient, *rest: honest(entry, step, change(gradient), *rest)
+
+
+def lie_in_sum(life: Life, change: Change) -> None:
+    """Its boundary tensors are right, and what it adds to the sum is not."""
+    jobs = _jobs(life)
+    honest = jobs.reconciled_share
+    jobs.reconciled_share = lambda *given: honest(*given).mul(1.25)
+
+
+def start_with(swarm: SimulatedSwarm, stages: list[int], liars: dict[str, Callable[[Life], None]]) -> None:
+    """A coordinator and peers; before the first step those named in `liars` begin to lie."""
+    swarm.start_coordinator(min_peers=len(stages) + 1)
+    for index, stage in enumerate(stages):
+        swarm.start_peer(f"peer{index}", stage)
+    swarm.until(lambda: len(swarm.serving()) == len(stages), "all serve")
+    for name, begin in liars.items():
+        begin(swarm.lives[name])
+    swarm.run_for(5.0)  # heartbeats
+    swarm.start_peer("last", stages[-1])
+
+
+def accuse(life: Life) -> None:
+    """It computes something else when it checks another peer, and sends what is right itself."""
+    jobs = _jobs(life)
+    honest = jobs.checked
+
+    def accusing(*given: Any) -> Any:
+        made = honest(*given)
+        return replace(made, output=bytes(len(made.output)), gradient=bytes(len(made.gradient)), loss=made.loss + 1.0)
+
+    jobs.checked = accusing
