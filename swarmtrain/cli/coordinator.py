@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -54,6 +55,12 @@ def coordinator(
     page: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Status page, API and metrics; port 0: a free one. `off`: none.")
     ] = "127.0.0.1:0",
+    public_page: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="A page for everybody, without invite, metrics and downloads.")
+    ] = "off",
+    samples: Annotated[
+        int, number(0, 1000, help="Tokens that a process of low priority here samples from each checkpoint; 0: none.")
+    ] = 0,
     route: Annotated[
         str,
         typer.Option(
@@ -92,6 +99,7 @@ def coordinator(
     from swarmtrain.cli.daemons import run_daemon
     from swarmtrain.cli.live import LiveView
     from swarmtrain.cli.live_text import run_frame, run_line
+    from swarmtrain.cli.samples import SampleWriter
     from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
     from swarmtrain.observe.events import Event, Events
     from swarmtrain.observe.faults import Faults
@@ -107,14 +115,18 @@ def coordinator(
         min_peers=min_peers,
         invite_file=invite_file,
         page=checked_address(page, "--page"),
+        public_page=checked_address(public_page, "--public-page"),
         route=route,
         moves=MoveRules(RebalanceRule(rebalance), min_gain, min_left, min_stay, look_every),
         faults=Faults.from_environment(enabled=test_faults),
     )
 
     daemons: list[CoordinatorDaemon] = []
+    stack = contextlib.ExitStack()
 
     def make(sinks: Events) -> CoordinatorDaemon:
+        if samples:
+            sinks.add(stack.enter_context(contextlib.closing(SampleWriter(directory, samples))))
         daemons.append(CoordinatorDaemon(options, sinks, lambda item: make_sampler(item, open_run_source(item))))
         return daemons[0]
 
@@ -122,7 +134,7 @@ def coordinator(
         return run_line(event, run, daemons[0].keeper.status.seconds_left())
 
     view = LiveView(sys.stdout, line, run_frame, all_events=events) if sys.stdout.isatty() and not as_json else None
-    with remember_coordinator(directory):
+    with remember_coordinator(directory), stack:
         run_daemon(make, CoordinatorDaemon.stop, view=view, state_dir=directory)
     status = daemons[0].keeper.status
     if view is not None and status.state != "complete":

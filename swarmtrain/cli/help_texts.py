@@ -20,8 +20,8 @@ OPTION_GROUPS: Mapping[str, Options] = {
         "Faults": ("kill_every", "kill_coordinator", "seed"),
     },
     "coordinator": {
-        "The run": ("steps", "set_", "state_dir", "min_peers", "invite_file"),
-        "Network": ("listen", "announce", "bootstrap", "page"),
+        "The run": ("steps", "set_", "state_dir", "min_peers", "samples", "invite_file"),
+        "Network": ("listen", "announce", "bootstrap", "page", "public_page"),
         "Where peers work": ("route", "rebalance", "min_left", "min_gain", "min_stay", "look_every"),
     },
     "join": {

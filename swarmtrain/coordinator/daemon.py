@@ -32,6 +32,7 @@ from swarmtrain.coordinator.bans import Bans
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.curve import PastStep
+from swarmtrain.coordinator.downloads import Downloads
 from swarmtrain.coordinator.election import elected, electorate
 from swarmtrain.coordinator.heartbeats import Heartbeats
 from swarmtrain.coordinator.journal import DATA_DIGEST, Journal
@@ -43,7 +44,7 @@ from swarmtrain.coordinator.rounds import KEY as ROUNDS
 from swarmtrain.coordinator.rounds import Rounds
 from swarmtrain.coordinator.run import Run
 from swarmtrain.coordinator.split_brain import Known, check_running, next_term
-from swarmtrain.coordinator.web import page_routes
+from swarmtrain.coordinator.web import page_routes, public_routes
 from swarmtrain.data.files import atomic_write
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.directory.directory import Directory, DirectoryOptions, TopicRule
@@ -51,6 +52,7 @@ from swarmtrain.errors import ManifestError, StorageError, SwarmtrainError
 from swarmtrain.machine import Machine, ThisMachine
 from swarmtrain.observe.events import Events, PhaseReached, StepApplied
 from swarmtrain.observe.faults import Faults
+from swarmtrain.observe.http import Handler
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.status import MAX_POINTS
 from swarmtrain.p2p.errors import NetError
@@ -102,6 +104,7 @@ class CoordinatorOptions:
     min_peers: int = 1
     invite_file: Path | None = None  # a further place for the invite
     page: str = "127.0.0.1:0"  # HOST:PORT of the status page and the metrics; empty: none
+    public_page: str = ""  # HOST:PORT of the page for everybody; empty: none
     route: str = "finish-time"
     moves: MoveRules = field(default_factory=MoveRules)
     faults: Faults = field(default_factory=Faults)
@@ -424,15 +427,25 @@ class CoordinatorDaemon:
         return self._observed.snapshot()
 
     async def _serve_page(self, stack: contextlib.AsyncExitStack) -> None:
-        if not self.options.page:
-            return
-        note = self.options.state_dir / "page"
-        server = await self._machine.serve_http(page_routes(self._observed), self.options.page, "--page", note)
+        downloads = Downloads(self.options.state_dir / "checkpoints")
+        if self.options.page:
+            routes = page_routes(self._observed, downloads)
+            self._observed.page_url = await self._serve_http(stack, routes, self.options.page, "page")
+        if self.options.public_page:
+            routes = public_routes(self._observed, downloads)
+            await self._serve_http(stack, routes, self.options.public_page, "public-page")
+
+    async def _serve_http(
+        self, stack: contextlib.AsyncExitStack, routes: dict[str, Handler], address: str, name: str
+    ) -> str:
+        """The address of a page; a file of its name in the state directory has it too."""
+        note = self.options.state_dir / name
+        server = await self._machine.serve_http(routes, address, f"--{name}", note)
         stack.push_async_callback(server.close)
         url = f"http://{server.address}/"
         atomic_write(note, f"{url}\n".encode())
-        self._observed.page_url = url
-        self._phase("page", url)
+        self._phase(name.replace("-", " "), url)
+        return url
 
     @property
     def _observed(self) -> RunObserver:

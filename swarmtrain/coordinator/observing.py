@@ -90,6 +90,7 @@ class RunObserver:
             "now": world.wall(),
             "run": context.run_id,
             "name": context.manifest.run.name,
+            "homepage": context.manifest.run.homepage,
             "peer": context.node.peer_id,
             "term": context.term,
             "step": context.step,

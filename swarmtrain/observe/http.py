@@ -8,15 +8,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import socket
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from swarmtrain import world
 from swarmtrain.errors import ExitCode, SwarmtrainError, UsageError
 
 log = logging.getLogger(__name__)
@@ -26,6 +29,8 @@ HEAD_S = 5.0  # a client that has not sent its request by then is disconnected
 WRITE_S = 10.0  # a client that does not read for so long is disconnected
 MAX_CONNECTIONS = 128
 MAX_STREAMS = 64  # of them, event streams
+MAX_FILES = 4  # of them, downloads of files
+PIECE_BYTES = 1 << 18  # of a file: so much of it is in memory
 
 _REQUEST = re.compile(rb"(GET|HEAD) (/[!-~]{0,2000}) HTTP/1\.[01]\r\n")
 _METHOD = re.compile(rb"[A-Z]{1,16} ")
@@ -72,7 +77,17 @@ class EventStream:
     chunks: AsyncIterator[bytes]
 
 
-Handler = Callable[[Request], Response | EventStream]
+@dataclass(frozen=True)
+class FileBody:
+    """A file, sent piece by piece: it may be larger than memory."""
+
+    path: Path
+    content_type: str
+    name: str  # that the browser gives it
+
+
+Answer = Response | EventStream | FileBody
+Handler = Callable[[Request], Answer]
 
 
 def as_json(item: Any) -> Response:
@@ -134,7 +149,7 @@ class HttpServer:
         self._routes = routes
         self._server: asyncio.AbstractServer | None = None
         self._clients: set[asyncio.Task[None]] = set()
-        self._num_streams = 0
+        self._num_streams = self._num_files = 0
         self.host, self.port = "", 0
 
     async def start(self, host: str, port: int) -> None:
@@ -196,10 +211,12 @@ class HttpServer:
         answer = self._answer(_request(match[2].decode("ascii"), head))
         if isinstance(answer, Response):
             await self._send(writer, answer, whole=whole)
+        elif isinstance(answer, FileBody):
+            await self._send_file(writer, answer, whole=whole)
         elif whole:
             await self._stream(writer, answer)
 
-    def _answer(self, request: Request) -> Response | EventStream:
+    def _answer(self, request: Request) -> Answer:
         handler = self._routes.get(request.path)
         if handler is None:
             return _plain(HTTPStatus.NOT_FOUND)
@@ -209,6 +226,8 @@ class HttpServer:
             log.exception("cannot answer %s", request.path)
             return _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
         if isinstance(answer, EventStream) and self._num_streams >= MAX_STREAMS:
+            return _plain(HTTPStatus.SERVICE_UNAVAILABLE)
+        if isinstance(answer, FileBody) and self._num_files >= MAX_FILES:
             return _plain(HTTPStatus.SERVICE_UNAVAILABLE)
         return answer
 
@@ -223,6 +242,31 @@ class HttpServer:
         async with asyncio.timeout(WRITE_S):
             await writer.drain()
 
+    async def _send_file(self, writer: asyncio.StreamWriter, file: FileBody, *, whole: bool) -> None:
+        """The file as it is when it is opened: one that is removed meanwhile is still sent to its end."""
+        self._num_files += 1
+        try:
+            try:
+                source = await world.in_thread(partial(_open, file.path))
+            except OSError:
+                await self._send(writer, _plain(HTTPStatus.NOT_FOUND), whole=whole)
+                return
+            with source:
+                size = os.fstat(source.fileno()).st_size
+                headers = {
+                    **_COMMON,
+                    "Content-Type": file.content_type,
+                    "Content-Length": str(size),
+                    "Content-Disposition": f'attachment; filename="{file.name}"',
+                }
+                writer.write(_head(HTTPStatus.OK, headers))
+                while whole and (piece := await world.in_thread(partial(source.read, PIECE_BYTES))):
+                    writer.write(piece)
+                    async with asyncio.timeout(WRITE_S):
+                        await writer.drain()
+        finally:
+            self._num_files -= 1
+
     async def _stream(self, writer: asyncio.StreamWriter, stream: EventStream) -> None:
         self._num_streams += 1
         try:
@@ -233,6 +277,10 @@ class HttpServer:
                     await writer.drain()
         finally:
             self._num_streams -= 1
+
+
+def _open(path: Path) -> BinaryIO:
+    return path.open("rb")
 
 
 def _request(target: str, head: bytes) -> Request:

@@ -33,7 +33,7 @@ MAX_MARKS = 20  # steps over which the pace of the run is measured
 MAX_POINTS = 400  # of the loss curve; when it is full, every second point is dropped
 _QUIET = (StepTimed, StepApplied, StagePrepared, StepFollowed)  # every step has them: not shown as news
 _PRIVATE = ("path", "checkpoint")  # paths on the operator's machine are not shown on the page
-_STARTING = ("identity", "stage", "network", "invite", "manifest", "fit", "resume", "page", "metrics")
+_STARTING = ("identity", "stage", "network", "invite", "manifest", "fit", "resume", "page", "public page", "metrics")
 
 
 @dataclass(frozen=True, slots=True)

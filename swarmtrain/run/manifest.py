@@ -22,6 +22,7 @@ OPTIMIZER_KINDS = ("adamw", "muon")
 PRECISIONS = ("fp32", "bf16")
 TABLES = ("normal", "signs")
 MAX_MANIFEST_BYTES = 1 << 20
+_ADDRESS = r"(https?://[A-Za-z0-9._~/:@%+\-]{1,200})?"  # nothing that a shell reads: people paste it into one
 _CODEC = r"[a-z0-9][a-z0-9+:=,.\-]{0,63}"
 
 
@@ -31,6 +32,9 @@ class RunSection:
 
     name: str = key("the run's name, part of its identity", pattern=r"[a-z0-9][a-z0-9._-]{0,47}")
     seed: int = key("every initial tensor and every batch follows from it", default=0, low=0, high=2**63 - 1)
+    homepage: str = key(
+        "where volunteers get the program: the address of a git repository", default="", pattern=_ADDRESS
+    )
 
 
 @dataclass(frozen=True)

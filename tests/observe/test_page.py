@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
+import re
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +18,7 @@ from swarm.harness import PACE, PATIENCE, Swarm, tiny
 
 from . import axe
 from .browser import PROGRAM, WHY_NOT, Browser
+from .web import get, get_json
 
 pytestmark = [pytest.mark.swarm, needs(PROGRAM is not None, WHY_NOT)]
 
@@ -26,7 +32,8 @@ FAULTS = (Path(__file__).parent / "accessibility.js").read_text()
 @pytest.fixture(scope="module")
 def swarm(shared_place: Path) -> Iterator[Swarm]:
     manifest = tiny("schedule.steps=1000000", "stages.count=3", "validation.every=5", "checkpoint.every=10")
-    with Swarm(manifest, shared_place, num_peers=4, pace=PACE) as swarm:
+    everybody = {"SWARMTRAIN_COORDINATOR_PUBLIC_PAGE": "127.0.0.1:0", "SWARMTRAIN_COORDINATOR_SAMPLES": "8"}
+    with Swarm(manifest, shared_place, num_peers=4, pace=PACE, environment=everybody) as swarm:
         swarm.wait_step(12)
         yield swarm
 
@@ -76,8 +83,67 @@ def test_it_shows_the_run_and_goes_on_without_a_reload(browser: Browser, swarm: 
     assert browser.evaluate("document.querySelector('#speed .line') !== null")
     # what peers tell now and then
     browser.wait("document.querySelectorAll('#spent .part').length == 5", timeout_s=30 * PATIENCE)
-    assert swarm.invite() in text(browser, "join")
+    assert f"swarmtrain join {swarm.invite()}" in text(browser, "join")
+    assert "\n" not in text(browser, "join")
     assert "serves stage 2" in text(browser, "events")
+
+
+def test_charts_have_round_ticks_and_say_what_a_point_is(browser: Browser) -> None:
+    browser.look(1280, 900)
+    ticks = browser.evaluate("[...document.querySelectorAll('#curve .tick')].map((item) => Number(item.textContent))")
+    assert len(ticks) >= 2
+    apart = {after - before for before, after in itertools.pairwise(ticks)}
+    assert len(apart) == 1
+    assert all(tick % apart.copy().pop() == 0 for tick in ticks)
+    box = "const box = document.getElementById('curve').getBoundingClientRect();"
+    move = "document.getElementById('curve').dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + 60}))"
+    browser.evaluate(f"(() => {{ {box} {move} }})()")
+    assert re.match(r"step \d+: loss \d\.\d{4}", text(browser, "curve-at"))
+    assert browser.evaluate("document.querySelectorAll('#curve .cursor').length") == 1
+    browser.evaluate("document.getElementById('curve').dispatchEvent(new PointerEvent('pointerleave'))")
+    assert text(browser, "curve-at") == ""
+    key = "document.getElementById('speed').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}))"
+    browser.evaluate(key)
+    latest = int(text(browser, "speed-at").split(":")[0].split()[1])
+    browser.evaluate(key)
+    assert 0 < int(text(browser, "speed-at").split(":")[0].split()[1]) < latest
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks", "decimals"),
+    [(0.0, 1.0, [0, 0.5, 1], 1), (2.13, 6.28, [4, 6], 0), (997.0, 1003.0, [998, 1000, 1002], 0),
+     (0.00011, 0.00042, [0.0002, 0.0004], 4)],
+)  # fmt: skip
+def test_ticks_are_one_two_or_five_times_a_power_of_ten(
+    browser: Browser, low: float, high: float, ticks: list[float], decimals: int
+) -> None:
+    found = browser.evaluate(f"import('./charts.js').then((charts) => charts.roundTicks({low}, {high}, 3))")
+    assert found["ticks"] == pytest.approx(ticks)
+    assert found["decimals"] == decimals
+
+
+def test_contributors_are_ranked_as_the_status_says(browser: Browser, swarm: Swarm) -> None:
+    rows = "[...document.querySelectorAll('#given tr')].map((row) => [...row.children].map((cell) => cell.textContent))"
+    found = browser.evaluate(rows)
+    known = {f"{item['name']} ({item['peer'][-8:]})" for item in swarm.coordinator.status()["contributors"]}
+    assert {row[1] for row in found} == known
+    assert [row[0] for row in found] == [str(rank) for rank in range(1, len(found) + 1)]
+    counts = [int(row[2].replace(",", "")) for row in found]
+    assert counts == sorted(counts, reverse=True)
+    assert sum(float(row[5].removesuffix(" %")) for row in found) == pytest.approx(100, abs=1)
+
+
+def test_a_checkpoint_can_be_downloaded_from_the_operators_page(browser: Browser, swarm: Swarm, page: str) -> None:
+    browser.wait("document.querySelectorAll('.checkpoint').length > 0", timeout_s=60 * PATIENCE)
+    listed = get_json(page + "api/checkpoints")
+    newest = listed[0]
+    (stage,) = [file for file in newest["files"] if file["name"] == "stage-001.safetensors"]
+    with urllib.request.urlopen(f"{page}checkpoint?step={newest['step']}&file={stage['name']}", timeout=90) as answer:
+        content = answer.read()
+        assert answer.headers["Content-Disposition"] == 'attachment; filename="stage-001.safetensors"'
+    assert len(content) == stage["bytes"]
+    assert hashlib.sha256(content).hexdigest() == stage["sha256"]
+    assert browser.evaluate("document.querySelector('.checkpoint a').href").startswith(f"{page}checkpoint?step=")
 
 
 def test_nothing_is_fetched_from_elsewhere_and_nothing_goes_wrong(browser: Browser, page: str) -> None:
@@ -172,6 +238,28 @@ def test_the_keyboard_reaches_everything(browser: Browser) -> None:
     assert {"Skip to the numbers", "copy", "events", "metrics"} <= set(reached)
 
 
+def test_the_public_page_shows_the_run_and_no_invite(browser: Browser, swarm: Swarm, page: str) -> None:
+    public = (swarm.coordinator_dir / "public-page").read_text().strip()
+    browser.open(public)
+    browser.wait("document.getElementById('loss')?.textContent.length > 3", timeout_s=20 * PATIENCE)
+    browser.wait("document.querySelectorAll('.checkpoint').length > 0", timeout_s=60 * PATIENCE)
+    assert browser.evaluate("document.querySelectorAll('#pipeline .peer').length") == 4
+    assert browser.evaluate("document.querySelectorAll('#given tr').length") == 4
+    assert browser.evaluate("document.querySelectorAll('.checkpoint a').length") == 0
+    assert text(browser, "join").endswith("swarmtrain join INVITE")
+    assert swarm.invite() not in browser.evaluate("document.documentElement.outerHTML")
+    browser.evaluate("document.getElementById('operators').remove()")  # hidden: its links are not for the check
+    assert browser.evaluate(FAULTS) == []
+    for path in ("api/status", "api/events", "api/history", "api/checkpoints"):
+        assert swarm.invite()[:20] not in get(public + path)[1]
+    for path in ("metrics", "api/targets", "checkpoint", "healthz"):
+        with pytest.raises(urllib.error.HTTPError):
+            get(public + path)
+    browser.open(page)
+    browser.wait("document.getElementById('loss')?.textContent.length > 3", timeout_s=20 * PATIENCE)
+    browser.evaluate("window.isSamePage = true")
+
+
 def test_a_killed_peer_shows_within_five_seconds_and_why_the_run_waits(browser: Browser, swarm: Swarm) -> None:
     victim = swarm.peers[2]
     victim.kill()
@@ -196,3 +284,5 @@ def test_a_coordinator_that_is_away_is_said_and_found_again(browser: Browser, sw
     browser.wait("document.getElementById('state-word').textContent === 'waiting'", timeout_s=30 * PATIENCE)
     assert browser.evaluate("window.isSamePage")
     assert browser.evaluate("document.querySelector('#curve .line').getAttribute('d').length") > 50  # from the journal
+    assert browser.evaluate("document.querySelector('#speed .line').getAttribute('d').length") > 50
+    assert browser.evaluate("document.querySelectorAll('#curve .dot').length") > 1  # validations

@@ -68,7 +68,7 @@ def test_digests_are_equal_exactly_when_manifests_are(first: dict[str, str], sec
 def test_every_key_changes_the_digest() -> None:
     """None was left out of the canonical form."""
     changes = {
-        "run": {"name": '"other"', "seed": "8"},
+        "run": {"name": '"other"', "seed": "8", "homepage": '"https://git.example/run"'},
         "model": {"vocab_size": "300", "hidden_size": "256", "num_layers": "9", "num_heads": "2", "num_kv_heads": "1"}
         | {"ffn_size": "353", "sequence_length": "64", "rope_theta": "500.0", "norm_epsilon": "1e-6"}
         | {"tie_embeddings": "true", "precision": '"bf16"'},
@@ -130,5 +130,7 @@ def test_digest_is_stable_across_versions_of_the_code() -> None:
     """Checkpoints carry it: a change of the canonical form must be noticed, and decided."""
     manifest = parse_manifest(BASE, ["run.name=frozen"])
     assert len(manifest.digest()) == 64
-    assert manifest.canonical().startswith('[run]\nname = "frozen"\nseed = 7\n\n[model]\nvocab_size = 256\n')
+    assert manifest.canonical().startswith(
+        '[run]\nname = "frozen"\nseed = 7\nhomepage = ""\n\n[model]\nvocab_size = 256\n'
+    )
     assert tomllib.loads(manifest.canonical())["optimizer"]["learning_rate"] == 0.004

@@ -1,4 +1,4 @@
-// Drawings as SVG: the loss curve, bars of parts, and the pipeline. Everything is text or a shape; nothing is fetched.
+// Drawings as SVG: bars of parts, and the pipeline. Everything is text or a shape; nothing is fetched.
 const SVG = "http://www.w3.org/2000/svg";
 const MAX_SHOWN = 8; // peers of a stage that are drawn; the table has the others
 
@@ -9,40 +9,9 @@ export function element(name, attributes = {}, text = "") {
   return made;
 }
 
-function size(svg) {
+export function size(svg) {
   const box = svg.getBoundingClientRect();
   return [Math.max(240, box.width), Math.max(20, box.height)];
-}
-
-export function drawCurve(svg, points, pick, dots, describe) {
-  const [width, height] = size(svg);
-  const known = points.filter((point) => pick(point) !== null && pick(point) !== undefined);
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.replaceChildren();
-  if (known.length === 0) {
-    svg.append(element("text", { x: width / 2, y: height / 2, class: "label", "text-anchor": "middle" }, "no step yet"));
-    return;
-  }
-  const marked = dots ? points.filter((point) => dots(point) !== null) : [];
-  const values = [...known.map(pick), ...marked.map((point) => dots(point))];
-  let low = Math.min(...values), high = Math.max(...values);
-  if (high === low) { high += 1; low -= low > 0 ? Math.min(1, low) : 1; }
-  const first = known[0].step, last = known[known.length - 1].step;
-  const [left, right, top, bottom] = [46, 10, 8, 22];
-  const x = (step) => left + ((step - first) / Math.max(1, last - first)) * (width - left - right);
-  const y = (value) => top + ((high - value) / (high - low)) * (height - top - bottom);
-  for (let i = 0; i <= 3; i++) {
-    const value = low + ((high - low) * i) / 3;
-    svg.append(element("line", { x1: left, x2: width - right, y1: y(value), y2: y(value), class: "axis" }));
-    svg.append(element("text", { x: left - 6, y: y(value) + 4, class: "label", "text-anchor": "end" }, short(value)));
-  }
-  svg.append(element("text", { x: left, y: height - 6, class: "label" }, String(first)));
-  svg.append(element("text", { x: width - right, y: height - 6, class: "label", "text-anchor": "end" }, `step ${last}`));
-  const path = known.map((point, i) => `${i ? "L" : "M"}${x(point.step).toFixed(1)} ${y(pick(point)).toFixed(1)}`).join("");
-  svg.append(element("path", { d: path, class: "line" }));
-  if (known.length === 1) svg.append(element("circle", { cx: x(first), cy: y(pick(known[0])), r: 3, class: "dot" }));
-  for (const point of marked) svg.append(element("circle", { cx: x(point.step), cy: y(dots(point)), r: 3.5, class: "dot" }));
-  svg.setAttribute("aria-label", describe(known[0], known[known.length - 1]));
 }
 
 export function short(value) {

@@ -1,14 +1,16 @@
 // The status page: one live connection, one snapshot, drawn. It only reads.
-import { drawBar, drawCurve, drawPipeline, short } from "./drawing.js";
+import { drawCurve } from "./charts.js";
+import { drawBar, drawPipeline, short } from "./drawing.js";
+import { showCheckpoints, showContributors, showPeers } from "./tables.js";
 
 const $ = (id) => document.getElementById(id);
-const MAX_EVENTS = 60, MAX_ROWS = 200;
+const MAX_EVENTS = 60, SAMPLE_S = 30;
 const WORTH_TELLING = 0.05; // of a step
 const TONES = { training: "good", complete: "good", waiting: "warn", starting: "warn" };
 const LOUD = { peer_lost: "bad", peer_doubted: "bad", peer_diverged: "bad", peer_excluded: "bad", run_rolled_back: "bad", run_waits: "warn",
   prepare_failed: "warn", checkpoint_failed: "bad", work_replayed: "warn" };
 const PARTS = ["compute", "reduce", "queue", "wire", "idle"];
-let points = [], status = null, isConnected = false, isDrawn = true;
+let points = [], status = null, isConnected = false, isDrawn = true, filesShown = "";
 
 function clock(seconds) {
   return new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
@@ -75,34 +77,33 @@ function showJoin() {
   const counts = status.stages.map((peers) => peers.filter((peer) => peer.state === "serving").length);
   const stage = counts.includes(0) ? counts.indexOf(0) : serving.indexOf(Math.min(...serving));
   $("needed").textContent = `stage ${stage}`;
-  const text = `# in a clone of the repository\npip install --constraint constraints.txt .\nswarmtrain join ${status.invite} --stage ${stage}`;
+  const get = status.homepage ? `git clone ${status.homepage} swarmtrain && cd swarmtrain && ` : "";
+  const install = "pip install --constraint constraints.txt .";
+  const text = `${get}${install} && swarmtrain join ${status.is_public ? "INVITE" : status.invite}`;
   if ($("join").textContent !== text) $("join").textContent = text;
+  if (status.is_public) {
+    $("how").textContent = "Ask the operator for an invite. On a machine with Python 3.11 or newer:";
+    $("operators").hidden = true;
+  }
 }
 
-function showPeople() {
-  const rows = status.stages.flat().map((peer) => [peer.name || peer.peer.slice(-8), String(peer.stage),
-    peer.doubt ? `${peer.state}, link broken` : peer.state, `${peer.silent_s.toFixed(0)} s ago`, String(peer.microbatches),
-    peer.forward_ms ? `${(peer.forward_ms + peer.backward_ms).toFixed(1)} ms` : "–", peer.doubt]);
-  for (const gone of status.contributors.filter((item) => !item.here))
-    rows.push([gone.name || gone.peer.slice(-8), "–", "has left", "–", String(gone.microbatches), "–", ""]);
-  $("people").replaceChildren(...rows.slice(0, MAX_ROWS).map((cells) => {
-    const row = document.createElement("tr");
-    if (cells[6]) row.className = "doubted";
-    row.append(...cells.slice(0, 6).map((text, i) => {
-      const cell = document.createElement(i ? "td" : "th");
-      if (!i) cell.scope = "row";
-      cell.textContent = text;
-      return cell;
-    }));
-    return row;
-  }));
+async function showFiles() { // read again when there is another checkpoint, or soon after: its sample comes later
+  const due = `${status.checkpoint_step} ${Math.floor(status.now / SAMPLE_S)}`;
+  if (!status.checkpoint_step || due === filesShown) return;
+  filesShown = due;
+  try {
+    const answer = await fetch("api/checkpoints");
+    if (answer.ok) showCheckpoints($("checkpoints"), await answer.json(), status.is_public);
+  } catch { filesShown = ""; } // the coordinator is away: the state says so
 }
 
 function drawCurves() {
-  drawCurve($("curve"), points, (point) => point.loss, (point) => point.val_loss,
-    (first, last) => `Loss from ${first.loss.toFixed(3)} at step ${first.step} to ${last.loss.toFixed(3)} at step ${last.step}`);
-  drawCurve($("speed"), points, (point) => point.tokens_per_s, null,
-    (first, last) => `Tokens per second, ${short(last.tokens_per_s)} at step ${last.step}`);
+  drawCurve($("curve"), $("curve-at"), points, (point) => point.loss, (point) => point.val_loss,
+    (first, last) => `Loss from ${first.loss.toFixed(3)} at step ${first.step} to ${last.loss.toFixed(3)} at step ${last.step}`,
+    (point) => `step ${point.step}: loss ${point.loss.toFixed(4)}` + (point.val_loss === null ? "" : `, validation ${point.val_loss.toFixed(4)}`));
+  drawCurve($("speed"), $("speed-at"), points, (point) => point.tokens_per_s, null,
+    (first, last) => `Tokens per second, ${short(last.tokens_per_s)} at step ${last.step}`,
+    (point) => `step ${point.step}: ${short(point.tokens_per_s)} tokens/s, ${clock(point.at)}`);
 }
 
 function draw() { // at most once per frame, and not while nobody looks
@@ -115,7 +116,9 @@ function draw() { // at most once per frame, and not while nobody looks
     showNumbers();
     showTime();
     showJoin();
-    showPeople();
+    showPeers($("people"), status);
+    showContributors($("given"), status);
+    showFiles();
     drawPipeline($("pipeline"), status);
     drawCurves();
   });
