@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from swarmtrain.errors import DivergedError
+from swarmtrain.native import native
 
 GRID_EXPONENT = -44
 _ROUNDER = 1.5 * 2.0**8  # x + _ROUNDER lies in [2**8, 2**9) for |x| < 128, where fp64 numbers are 2**-44 apart
 VALUE_LIMIT = 2.0**7
 SUM_LIMIT = 2.0 ** (53 + GRID_EXPONENT)
+_NATIVE_FROM = 256  # elements
+_NATIVE_TYPES = (torch.float32, torch.bfloat16)
 _CHUNK = 1 << 17  # elements; its fp64 scratch stays in a core's L2 cache
 
 
@@ -73,6 +76,12 @@ class ExactSum:
         self._add_flat(self.total[offset : offset + gradient.numel()], gradient.reshape(-1), sign)
 
     def _add_flat(self, into: Tensor, values: Tensor, sign: int) -> None:
+        if values.numel() >= _NATIVE_FROM and values.dtype in _NATIVE_TYPES and values.device.type == "cpu":
+            loops, values = native(), values.contiguous()
+            if loops is not None:
+                size = values.dtype.itemsize
+                loops.put(values.data_ptr(), size, values.numel(), _ROUNDER, sign, into.data_ptr())
+                return
         for start in range(0, values.numel(), _CHUNK):
             piece = values[start : start + _CHUNK]
             rounded = self._scratch[: piece.numel()]

@@ -1,8 +1,8 @@
-"""Optional machine code for quant8, checksums and exact shares, built once with the machine's own C compiler.
+"""Optional machine code for quant8, checksums, exact sums and shares, built once with the machine's own C compiler.
 
 Python computes the same bits: without a compiler, or with SWARMTRAIN_NATIVE=off, all works, only slower (tests:
-codec/test_native_codecs.py, reduce/test_packing.py, wire/test_checksum.py). What was built lies in the user's cache,
-named by source, compiler and processor.
+codec/test_native_codecs.py, model/test_exact_sums.py, reduce/test_packing.py, wire/test_checksum.py). What was built
+lies in the user's cache, named by source, compiler and processor.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ class Native:
         self._pack.argtypes, self._pack.restype = [pointer, size, real, size, pointer], ctypes.c_int
         self._add = library.st_add
         self._add.argtypes, self._add.restype = [pointer, size, size, real, pointer], ctypes.c_int
+        self._put = {4: library.st_put_floats, 2: library.st_put_halves}
+        for put in self._put.values():
+            put.argtypes, put.restype = [pointer, size, real, real, pointer], None
         self._round = library.st_round
         self._round.argtypes, self._round.restype = [pointer, size, real, pointer], ctypes.c_int
         self._crc32 = library.st_crc32
@@ -82,6 +85,10 @@ class Native:
     def add(self, share: Codes | Doubles, width: int, step: float, total: Steps) -> bool:
         """Add a share of `width` bytes per number (8: doubles); False, and nothing, if a double is off the grid."""
         return bool(self._add(share.ctypes.data, width, total.size, step, total.ctypes.data) == 0)
+
+    def put(self, numbers: int, num_bytes: int, count: int, rounder: float, sign: int, total: int) -> None:
+        """Add `count` numbers of 4 bytes (fp32) or 2 (bf16), rounded to the grid of `rounder`, to doubles. Addresses."""
+        self._put[num_bytes](numbers, count, rounder, float(sign), total)
 
     def round(self, total: Steps, step: float, numbers: Floats) -> bool:
         """Fill `numbers` with a total; False if it has left the exact range: then they mean nothing."""

@@ -1,4 +1,4 @@
-/* The inner loops of quant8, checksums and exact shares, bit for bit what Python computes. Never needed. */
+/* The inner loops of quant8, checksums, exact sums and shares, bit for bit what Python computes. Never needed. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -130,6 +130,17 @@ static inline int64_t steps_at(const uint8_t *in, size_t width) {
 
 static inline void add_block(const uint8_t *in, size_t length, size_t width, int64_t *total) {
     for (size_t i = 0; i < length; i++) total[i] += steps_at(in + i * width, width);
+}
+
+/* Add numbers, each rounded to the grid on which `rounder` is 1.5 times a power of two, ties to even. */
+void st_put_floats(const float *in, size_t count, double rounder, double sign, double *total) {
+    for (size_t i = 0; i < count; i++) total[i] += sign * (((double)in[i] + rounder) - rounder);
+}
+
+/* The same of bf16 numbers. */
+void st_put_halves(const uint16_t *in, size_t count, double rounder, double sign, double *total) {
+    for (size_t i = 0; i < count; i++)
+        total[i] += sign * (((double)from_bits((uint32_t)in[i] << 16) + rounder) - rounder);
 }
 
 /* Adds a share of `count` numbers to `total`, in steps. A share of width 8 is doubles. Returns 0; 1 if a double is not on

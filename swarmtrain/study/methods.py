@@ -6,6 +6,7 @@
     subspace8-muon0.02  dense-adamw4e-3              with this optimizer, at this learning rate
     subspace8-lowrank100  dense-int8                 gradients reduced with this codec
     subspace8-lowrank100-replicas2                   … of two peers in each stage
+    dense-rounded  subspace8-signs-rounded           computed in bf16; with a token table of signs
     fp16  quant4  topk10  ef21-topk10  lowrank8-lep  codecs (docs/codecs.md), on a dense boundary
     quant4/quant8                                    forward and backward apart
     subspace+quant8  learned16+quant4/quant8         a codec on another boundary
@@ -26,10 +27,10 @@ from swarmtrain.errors import UsageError
 from swarmtrain.reduce.coding import gradient_spec
 from swarmtrain.run.manifest import OPTIMIZER_KINDS, Manifest, parse_manifest
 
-_KIND = re.compile(r"(dense|subspace|projected|learned|matched)(\d{1,5})?((?:-[a-z]+[0-9.]+(?:e-\d)?)*)", re.ASCII)
+_KIND = re.compile(r"(dense|subspace|projected|learned|matched)(\d{1,5})?((?:-[a-z]+(?:[0-9.]+(?:e-\d)?)?)*)", re.ASCII)
 _CHANGE = re.compile(
     r"-(?:(tracked|steps|replicas|bf|int|topk|powersgd|lowrank)(\d{1,6})"
-    r"|(rate|lr|muon|adamw)(\d{1,4}(?:\.\d{1,6})?(?:e-\d)?))",
+    r"|(rate|lr|muon|adamw)(\d{1,4}(?:\.\d{1,6})?(?:e-\d)?)|(signs|rounded)(?![a-z0-9.])())",
     re.ASCII,
 )
 _REDUCE_CODECS = ("bf", "int", "topk", "powersgd", "lowrank")  # before their number
@@ -40,8 +41,8 @@ _ALLOWED = (
     "a method is dense, subspace, projected, learned or matched (a number after it is k; -trackedN moves the subspace "
     "every N steps, -rateX that far; -lrX multiplies the learning rate, -stepsN trains N steps, -muonX and -adamwX "
     "train with that optimizer at the learning rate X, -int8, -topkN, -powersgdN, -lowrankN reduce gradients with that "
-    "codec, -replicasN with N peers in each stage), a codec as in quant4 or "
-    "quant4/quant8, or both joined by +; a codec with :critical may end in @N"
+    "codec, -replicasN with N peers in each stage; -rounded computes in bf16, -signs has that token table), a codec as "
+    "in quant4 or quant4/quant8, or both joined by +; a codec with :critical may end in @N"
 )
 
 
@@ -61,6 +62,8 @@ class Method:
     reduce_codec: str | None  # None: as in the manifest
     num_replicas: int  # peers in each stage
     match_parameters: bool
+    table: str | None  # None: as in the manifest
+    precision: str | None  # None: as in the manifest
     forward: str
     backward: str
     critical_every: int  # one in this number of steps has critical messages
@@ -85,6 +88,7 @@ class Method:
             track_every=self.track_every,
             track_rate=manifest.boundary.track_rate if self.track_rate is None else self.track_rate,
             match_parameters=self.match_parameters,
+            table=self.table or manifest.boundary.table,
         )
         optimizer, schedule = manifest.optimizer, manifest.schedule
         rate = optimizer.learning_rate if self.learning_rate is None else self.learning_rate
@@ -95,6 +99,7 @@ class Method:
             schedule=replace(schedule, steps=schedule.steps if self.steps is None else self.steps),
             run=replace(manifest.run, seed=seed),
             boundary=boundary,
+            model=replace(manifest.model, precision=self.precision or manifest.model.precision),
             wire=replace(manifest.wire, forward=self.forward, backward=self.backward),
             reduce=replace(manifest.reduce, codec=self.reduce_codec or manifest.reduce.codec),
             # A checkpoint makes codecs forget what they hold (so that a resumed run equals an uninterrupted one).
@@ -123,8 +128,8 @@ def parse_method(text: str) -> Method:
         raise UsageError(f"method {text!r}: {error}", fix=_ALLOWED) from error
     boundary, width, tail = kind.groups() if kind is not None else ("dense", None, "")
     changes = _changes(text, tail)
-    if boundary == "dense" and (width or "tracked" in changes):
-        raise UsageError(f"method {text!r}: dense has neither a width nor a subspace", fix=_ALLOWED)
+    if boundary == "dense" and (width or "tracked" in changes or "signs" in changes):
+        raise UsageError(f"method {text!r}: dense has neither a width, a subspace nor a token table", fix=_ALLOWED)
     if "rate" in changes and "tracked" not in changes:
         raise UsageError(f"method {text!r}: -rate is that of -tracked, which is missing", fix=_ALLOWED)
     optimizers = [word for word in OPTIMIZER_KINDS if word in changes]
@@ -153,6 +158,8 @@ def parse_method(text: str) -> Method:
         reduce_codec=reduce_codecs[0] if reduce_codecs else None,
         num_replicas=num_replicas,
         match_parameters=boundary == "matched",
+        table="signs" if "signs" in changes else None,
+        precision="bf16" if "rounded" in changes else None,
         forward=str(pair.forward),
         backward=str(pair.backward),
         critical_every=every,
@@ -167,10 +174,10 @@ def _changes(text: str, tail: str) -> dict[str, float]:
         change = _CHANGE.match(tail, position)
         if change is None:
             raise UsageError(f"method {text!r}: {tail[position:]!r} is not known", fix=_ALLOWED)
-        word, number = (change[1], change[2]) if change[1] else (change[3], change[4])
+        word, number = next((change[i], change[i + 1]) for i in (1, 3, 5) if change[i])
         if word in found:
             raise UsageError(f"method {text!r}: -{word} is given twice", fix=_ALLOWED)
-        found[word] = float(number)
+        found[word] = float(number or 1)
         position = change.end()
     return found
 

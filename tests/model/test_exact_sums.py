@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarmtrain.errors import DivergedError
+from swarmtrain.model import exact
 from swarmtrain.model.exact import (
     GRID_EXPONENT,
     SUM_LIMIT,
@@ -23,6 +24,7 @@ from swarmtrain.model.exact import (
     largest_magnitude,
     squared_norm,
 )
+from swarmtrain.native import native
 
 GRID = Fraction(2) ** GRID_EXPONENT
 JUST_BELOW_LIMIT = float(np.nextafter(np.float32(128), np.float32(0)))
@@ -204,3 +206,35 @@ def test_largest_magnitude_sees_both_signs_and_nan() -> None:
     assert largest_magnitude(torch.tensor([])) == 0.0
     assert math.isnan(largest_magnitude(torch.tensor([1.0, math.nan, 2.0])))
     assert largest_magnitude(torch.tensor([1.0, -math.inf])) == math.inf
+
+
+@pytest.mark.skipif(native() is None, reason="there is no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_machine_code_and_python_agree(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, sign: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(-60, 6, (40, 50), generator=generator)
+    values = (torch.randn(40, 50, generator=generator) * 2.0**sizes).to(dtype)
+    odd = torch.tensor([0.0, -0.0, 2.0**-45, -(2.0**-45), 3 * 2.0**-45, 2.0**-140, -(2.0**-140), -127.5]).to(dtype)
+    values[0, : len(odd)] = odd
+    calls: list[int] = []
+    totals = []
+    for loops in (native(), None):
+        monkeypatch.setattr(exact, "native", lambda loops=loops: calls.append(1) or loops)
+        total = ExactSum(3 * values.numel() + 50)
+        for offset, gradient in ((0, values), (2000, values.t()), (4000, values[3].expand(40, 50)), (6000, values[0])):
+            total.add([offset], [gradient], sign=sign)
+            total.add([offset], [gradient], sign=sign)
+        totals.append(total.total)
+    assert len(calls) == 2 * 6  # few numbers are added without it
+    assert torch.equal(*totals)
+    assert torch.equal(torch.signbit(totals[0]), torch.signbit(totals[1]))
+    assert int((totals[0] != 0).sum()) > 3000
+
+
+@pytest.mark.skipif(native() is None, reason="there is no C compiler")
+def test_machine_code_writes_only_where_it_was_told() -> None:
+    total = ExactSum(1000)
+    total.put(300, torch.ones(400))
+    assert total.total[300:700].eq(1.0).all()
+    assert float(total.total.sum()) == 400.0

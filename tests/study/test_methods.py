@@ -79,6 +79,18 @@ def test_a_method_may_name_its_optimizer() -> None:
     assert parse_method("subspace8").applied_to(muon, seed=0).optimizer == muon.optimizer
 
 
+def test_a_method_may_name_its_precision_and_its_token_table() -> None:
+    base = preset("nano")
+    plain = parse_method("subspace8").applied_to(base, seed=0)
+    both = parse_method("subspace8-signs-rounded-muon0.02").applied_to(base, seed=0)
+    assert (both.model.precision, both.boundary.table, both.optimizer.kind) == ("bf16", "signs", "muon")
+    rounded = parse_method("subspace8-rounded").applied_to(base, seed=0)
+    assert replace(rounded, model=plain.model) == plain != rounded
+    signs = parse_method("subspace8-signs").applied_to(base, seed=0)
+    assert replace(signs, boundary=plain.boundary) == plain != signs
+    assert parse_method("subspace8").applied_to(both, seed=0).boundary.table == "signs"  # as in the manifest
+
+
 def test_at_says_how_often_messages_are_critical() -> None:
     found = parse_methods("lowrank4-lep:critical@4,lowrank4-lep:carry,critical@12,lowrank4:critical")
     assert [(method.critical_every, method.backward) for method in found] == [
@@ -121,6 +133,10 @@ def test_at_says_how_often_messages_are_critical() -> None:
         "subspace+subspace",
         "topk10:sparse",
         "subspace8-tracked",
+        "subspace8-signs2",
+        "subspace8-signs-signs",
+        "subspace8-roundedsigns",
+        "dense-signs",
     ],
 )
 def test_what_is_no_method_is_one_line_that_says_what_is(name: str) -> None:
