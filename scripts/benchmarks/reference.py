@@ -103,7 +103,7 @@ class Meter:
 
 
 class Shares:
-    """Measures what exact sums and the rows of token tables take of a microbatch. Once made, everything takes longer."""
+    """Measures what exact sums and rows of token tables take of a microbatch. Once made, everything takes longer."""
 
     def __init__(self) -> None:
         self._adding, self._rows = Meter(), Meter()
