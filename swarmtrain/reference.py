@@ -20,9 +20,9 @@ from swarmtrain.codec import Aux, Direction
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.data.source import TokenSource, open_source
 from swarmtrain.errors import ManifestError
-from swarmtrain.model.layout import EMBEDDING, plan_stages
+from swarmtrain.model.footprint import of_reference
+from swarmtrain.model.layout import EMBEDDING
 from swarmtrain.model.memory import check_memory
-from swarmtrain.model.sizes import stage_memory
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import Pass, StageWorker
 from swarmtrain.native.bf16 import require_bf16
@@ -57,7 +57,7 @@ class ReferenceTrainer:
         self.boundaries = [Boundary(self.codecs, index) for index in range(manifest.stages.count - 1)]
         self.source = open_run_source(manifest)
         self.sampler = make_sampler(manifest, self.source)
-        check_memory(sum(stage_memory(manifest, plan) for plan in plan_stages(manifest)), "training this model")
+        check_memory(of_reference(manifest), "training this model")
         self.workers = [StageWorker(StageState(manifest, i, device=device)) for i in range(manifest.stages.count)]
         self.coders = [StageCoder(worker.state) for worker in self.workers]
         self.resumed_from = self._resume()

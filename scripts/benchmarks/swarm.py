@@ -31,7 +31,7 @@ from common import Figure, figure, parser, progress, report
 
 from swarmtrain.local import LocalOptions, LocalSwarm
 from swarmtrain.model.layout import plan_stages
-from swarmtrain.model.sizes import stage_memory
+from swarmtrain.model.footprint import on_cpu
 from swarmtrain.observe.control import ask
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset
@@ -191,6 +191,9 @@ def swarm_speed(folder: Path, steps: int) -> tuple[float, dict[str, float]]:
     return statistics.median(speeds[1:]), seen
 
 
+DAEMON_NEEDS = ("process", "all-reduce", "copy for newcomers")  # what is to be measured
+
+
 async def daemon_memory(swarm: LocalSwarm, manifest: Manifest) -> dict[str, float]:
     """Resident bytes of the first and of the last stage's peer with its p2pd, beyond what its stage needs."""
     seen = {}
@@ -198,7 +201,8 @@ async def daemon_memory(swarm: LocalSwarm, manifest: Manifest) -> dict[str, floa
         process = psutil.Process(child.process.pid)
         resident = process.memory_info().rss + sum(item.memory_info().rss for item in process.children(recursive=True))
         await ask(swarm.options.state_dir / child.name / "control.sock", "status")
-        seen[name] = resident - stage_memory(manifest, plan_stages(manifest)[child.stage])
+        needs = on_cpu(manifest, plan_stages(manifest)[child.stage]).needs
+        seen[name] = resident - sum(need.host_bytes for need in needs if need.what not in DAEMON_NEEDS)
     return seen
 
 

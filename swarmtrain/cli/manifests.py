@@ -17,18 +17,21 @@ def register(app: typer.Typer) -> None:
 
 def presets(as_json: JsonOption = False) -> None:
     """List the presets: parameters, bytes per token on the wire, memory per stage."""
+    from swarmtrain.model.footprint import largest
     from swarmtrain.model.sizes import describe
     from swarmtrain.run.presets import PRESETS, preset
     from swarmtrain.sim.demand import demand_of
 
     manifests = [preset(name) for name in PRESETS]
-    rows = [(describe(manifest), demand_of(manifest).wire_bytes_per_token) for manifest in manifests]
+    rows = [
+        (describe(manifest), demand_of(manifest).wire_bytes_per_token, largest(manifest)) for manifest in manifests
+    ]
     if as_json:
-        for row, coded in rows:
-            print_json({**row.as_dict(), "coded_bytes_per_token": coded})
+        for row, coded, needs in rows:
+            print_json({**row.as_dict(), "coded_bytes_per_token": coded, "largest_stage": needs.as_dict()})
         return
     print_table(
-        ("preset", "params", "trained", "stages", "k/d", "dense", "wire", "ratio", "memory"),
+        ("preset", "params", "trained", "stages", "k/d", "dense", "wire", "ratio", "card", "host"),
         [
             (
                 row.name,
@@ -39,14 +42,16 @@ def presets(as_json: JsonOption = False) -> None:
                 str(row.dense_bytes_per_token),
                 f"{coded:.3g}",
                 f"{row.dense_bytes_per_token / coded:.1f}x",
-                show_size(row.max_stage_bytes),
+                show_size(needs.device_bytes),
+                show_size(needs.host_bytes),
             )
-            for row, coded in rows
+            for row, coded, needs in rows
         ],
     )
     say("")
     say("Bytes per token over one boundary, forward and backward: a dense one in fp32,")
-    say("and the preset's through its codecs. Memory: largest stage, no activations.")
+    say("and the preset's through its codecs. Memory: of the largest stage, on a graphics card")
+    say("and beside it, with as much on the host as a card of 12 GB asks for.")
 
 
 def manifest(preset: ManifestArgument, set_: SetOption = None) -> None:

@@ -15,7 +15,7 @@ from swarmtrain.units import show_size
 if TYPE_CHECKING:
     from swarmtrain.sim.plan import Forecast, StageForecast
 
-HEADERS = ("stage", "peers", "rate/s", "busy", "memory", "up/day", "down/day")
+HEADERS = ("stage", "peers", "rate/s", "busy", "memory", "host", "up/day", "down/day")
 
 
 def register(app: typer.Typer) -> None:
@@ -45,11 +45,11 @@ def plan(
     run = manifest_from(manifest, set_)
     from swarmtrain.sim.advice import advice
     from swarmtrain.sim.demand import demand_of
-    from swarmtrain.sim.plan import default_profile, forecast
+    from swarmtrain.sim.plan import default_profiles, forecast
     from swarmtrain.sim.profiles import load_profiles
 
     workload = demand_of(run)
-    profiles = load_profiles(peers) if peers else [(default_profile(workload), 2.0 * len(workload.stages))]
+    profiles = load_profiles(peers) if peers else default_profiles(workload)
     result = forecast(workload, profiles, hours_per_day)
     hint = advice(run, profiles, result)
     if as_json:
@@ -62,9 +62,11 @@ def plan(
     print_table(HEADERS, table_rows(result), num_left=0)
     say("")
     say("rate: microbatches per second; busy: what the weakest stage lets it use;")
+    say("memory: of the card, and of the host beside it; of the machine, if it computes on its CPU;")
     say(f"bytes: of one volunteer, whose machine is there {result.hours_per_day:.3g} h a day")
     if not peers:
-        say(f"without --peers: two per stage of {profiles[0][0].name}, {profiles[0][0].memory_gb:.3g} GB each")
+        named = ", ".join(f"{number:.0f} of {profile.name}" for profile, number in profiles)
+        say(f"without --peers: two per stage, {named}", indent="  ")
 
 
 def summary(result: Forecast) -> list[str]:
@@ -76,9 +78,11 @@ def summary(result: Forecast) -> list[str]:
         why = "steps are no shorter with them" if item.has_memory else "their memory holds no stage"
         lines.append(f"  left out: {item.count:,} of {item.total:,} {item.name[:30]} ({why})")
     if result.empty_stages:
-        need = max(result.stages[stage].memory_bytes for stage in result.empty_stages)
+        needs = [result.stages[stage] for stage in result.empty_stages]
+        card, host = max(need.memory_bytes for need in needs), max(need.host_bytes for need in needs)
+        beside = f" on the card and {show_size(host)} beside it" if host else ""
         lines.append(f"  no peers for stage {_ranges(result.empty_stages)}:")
-        return [*lines, f"  no machine is left that has the memory, up to {show_size(need)}"]
+        return [*lines, f"  no machine is left that has the memory, up to {show_size(card)}{beside}"]
     waits = "all-reduce and refill come on top" if result.waiting_share == 1.0 else "all-reduces in the background"
     return [
         *lines,
@@ -101,7 +105,7 @@ def table_rows(result: Forecast) -> list[tuple[str, ...]]:
         name = str(group[0].stage) if len(group) == 1 else f"{group[0].stage}-{group[-1].stage}"
         rows.append((name, *_row(group[0])))
     up, down = result.coordinator_up_bytes_per_day, result.coordinator_down_bytes_per_day
-    return [*rows, ("coordinator", "", "", "", "", show_size(up), show_size(down))]
+    return [*rows, ("coordinator", "", "", "", "", "", show_size(up), show_size(down))]
 
 
 def _equal_in_a_row(stages: Sequence[StageForecast]) -> list[list[StageForecast]]:
@@ -115,7 +119,7 @@ def _equal_in_a_row(stages: Sequence[StageForecast]) -> list[list[StageForecast]
 
 
 def _row(stage: StageForecast) -> tuple[str, ...]:
-    sizes = (stage.memory_bytes, stage.up_bytes_per_day, stage.down_bytes_per_day)
+    sizes = (stage.memory_bytes, stage.host_bytes, stage.up_bytes_per_day, stage.down_bytes_per_day)
     return str(stage.num_peers), f"{stage.capacity:.3g}", f"{stage.busy:.0%}", *map(show_size, sizes)
 
 

@@ -32,23 +32,30 @@ def activations(manifest: Manifest, plan: StagePlan, *, recomputes: bool) -> Act
 
 
 class _Count:
-    """d = hidden size, f = MLP width, w = width of the stream, v = vocabulary."""
+    """d = hidden size, f = MLP width, w = width of the stream, v = vocabulary; in bytes per number of a token.
+
+    Factors of products have the width of `model.precision`, everything between them is fp32.
+    """
 
     def __init__(self, manifest: Manifest, plan: StagePlan, recomputes: bool) -> None:
         self.manifest, self.plan, self.recomputes = manifest, plan, recomputes
         model, kind = manifest.model, manifest.boundary.kind
-        self.row = _FP32 * manifest.batch.sequences_per_microbatch * model.sequence_length
+        self.factor = 2 if manifest.is_rounded else _FP32
+        self.tokens = manifest.batch.sequences_per_microbatch * model.sequence_length
+        self.row = _FP32 * self.tokens
         self.d, self.f = model.hidden_size, manifest.ffn_size
         self.w = manifest.boundary.k if kind == "subspace" else self.d
-        # Two norms keep input, normed and output; then queries, keys, values (of every head) and what was attended.
-        self.attention = self.row * (7 * self.d + model.num_heads)
-        self.mlp = self.row * (3 * self.d + 4 * self.f)
+        # Two norms keep input and normed, and products what they read: the output of the norm; then queries, keys,
+        # values (of every head) and what was attended.
+        norm = 2 * self.row * self.d
+        self.attention = norm + self.of_factors(5 * self.d) + self.row * model.num_heads
+        self.mlp = norm + self.of_factors(self.d + 4 * self.f)
         self.ends, self.freed_first = 0, 0
         if plan.is_last:
-            self.ends = self.row * 3 * self.d  # the last norm keeps two; the gradient of what the head reads
-            self.freed_first = self.row * 3 * self.d
+            self.ends = norm + self.of_factors(self.d)  # the last norm; the gradient of what the head reads
+            self.freed_first = self.ends
         elif kind == "learned":
-            self.ends = self.row * self.d  # what the encoder reads
+            self.ends = self.of_factors(self.d)  # what the encoder reads
             self.freed_first = self.ends
         elif kind == "dense":
             self.ends = self.row * self.d  # the output
@@ -57,6 +64,10 @@ class _Count:
         if kind != "dense":  # what came in, what goes out, token ids
             self.ends += self.row * (manifest.boundary.k * ((not plan.is_first) + (not plan.is_last)) + 2)
         self.head = _FP32 * model.vocab_size * self.d if plan.is_last else 0
+
+    def of_factors(self, numbers: int) -> int:
+        """Bytes of so many numbers per token."""
+        return self.factor * self.tokens * numbers
 
     def kept_of(self, layer: int) -> int:
         """What a layer keeps."""
@@ -70,29 +81,35 @@ class _Count:
         return sum(map(self.kept_of, self.plan.layers)) + self.ends
 
     def moments(self) -> Iterator[int]:
-        """The bytes at the moments at which they can be most."""
-        kept, gradients = self.kept, 0
+        """The bytes at the moments at which they can be most. A parameter's gradient goes as it is added."""
+        kept = self.kept
         if self.plan.is_last:
             model = self.manifest.model
-            rows = min(chunk_rows(model.vocab_size), self.row // _FP32)
-            made = self.head if model.tie_embeddings and self.manifest.boundary.kind != "dense" else 0
+            rows = min(chunk_rows(model.vocab_size), self.tokens)
+            weight = self.factor * model.vocab_size * self.d
+            made = weight if model.tie_embeddings and self.manifest.boundary.kind != "dense" else 0
             yield kept + self.head + made + 2 * _FP32 * rows * model.vocab_size
-            gradients = self.head
+            if self.factor < _FP32:  # rounded, before it is added
+                yield kept + self.head + made + weight
         if self.recomputes:  # a forward without a graph: one layer's MLP is the most
-            yield kept + self.row * (2 * self.d + 3 * self.f)
+            yield kept + self.row * 2 * self.d + self.of_factors(3 * self.f)
         kept -= self.freed_first
         for layer in reversed(self.plan.layers):
             again = self.attention + self.mlp if self.recomputes else 0
-            down = self._parameters(rf"layers\.{layer}\.mlp\.down")
-            yield kept + gradients + again + down + self.row * (2 * self.f + self.w)  # gradients of two of the MLP
-            gradients += self._parameters(rf"layers\.{layer}\.mlp")
+            down = self._largest(rf"layers\.{layer}\.mlp\.down")
+            yield kept + again + down + self.of_factors(self.f) + self.row * self.w
+            yield kept + again + self.of_factors(2 * self.f) + self.row * self.w  # gradients of two of the MLP
+            matrix = self._largest(rf"layers\.{layer}\.mlp\.(gate|up)")
+            yield kept + again + matrix + self.of_factors(self.f + 2 * self.d) + self.row * self.w
             # Then those of queries, keys, values and what was attended.
-            yield kept + gradients + again - self.mlp + self.row * (4 * self.d + self.w)
-            gradients += self._parameters(rf"layers\.{layer}\.attention")
+            found = self._largest(rf"layers\.{layer}\.attention")
+            yield kept + found + again - self.mlp + self.of_factors(4 * self.d) + self.row * self.w
             kept -= self.kept_of(layer)
-        gradients += self._parameters(r"(?!layers|head|embedding)" if self.plan.is_last else r"(?!layers)")
-        yield gradients + self.row * self.w
+        # Of token vectors it is added up in fp32.
+        wide = 0 if self.factor == _FP32 or self.plan.is_last else self._largest("embedding") * _FP32 // self.factor
+        yield self._largest(r"(?!layers|head|embedding)" if self.plan.is_last else r"(?!layers)") + wide + self.row * self.w
 
-    def _parameters(self, pattern: str) -> int:
-        found = sum(spec.num_elements for spec in self.plan.tensors if re.match(pattern, spec.name))
-        return _FP32 * found
+    def _largest(self, pattern: str) -> int:
+        """Gradient of the largest parameter of that name, in the width of its product."""
+        found = [spec.num_elements for spec in self.plan.tensors if re.match(pattern, spec.name)]
+        return self.factor * max(found, default=0)

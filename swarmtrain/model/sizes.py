@@ -1,17 +1,18 @@
-"""How large a run is: parameters, bytes on the wire, memory. Arithmetic on the layout, nothing is allocated."""
+"""How large a run is: parameters, and bytes on the wire. Arithmetic on the layout, nothing is allocated."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from swarmtrain.model.layout import StagePlan, plan_stages, table_bytes
+from swarmtrain.model.layout import StagePlan, plan_stages
 from swarmtrain.run.manifest import Manifest
 
 _FP32, _FP64 = 4, 8
 MUON_BLOCK_ELEMENTS = 1 << 21  # of a matrix that Muon multiplies at once
 MUON_MIN_COLUMNS = 256
-_BYTES_IN_PRODUCTS = 56  # per element: factors and results in fp64, slices in int8, sums in int32
+_BYTES_IN_PRODUCTS = 56  # per element: factors and results in fp64, slices in int8, sums in int32, packed copies
+_TENSOR_BYTES_IN_PRODUCTS = 40
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,15 @@ class Sizes:
     d: int
     dense_bytes_per_token: int
     wire_bytes_per_token: int
-    stage_bytes: tuple[int, ...]
 
     @property
     def ratio(self) -> float:
         """How many times fewer bytes cross a boundary than with dense fp32 tensors."""
         return self.dense_bytes_per_token / self.wire_bytes_per_token
 
-    @property
-    def max_stage_bytes(self) -> int:
-        """Of the largest stage."""
-        return max(self.stage_bytes)
-
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
-        return {**asdict(self), "ratio": self.ratio, "max_stage_bytes": self.max_stage_bytes}
+        return {**asdict(self), "ratio": self.ratio}
 
 
 def describe(manifest: Manifest) -> Sizes:
@@ -59,7 +54,6 @@ def describe(manifest: Manifest) -> Sizes:
         d=d,
         dense_bytes_per_token=2 * d * _FP32,
         wire_bytes_per_token=2 * k * _FP32 + int(id_type(manifest.model.vocab_size)[2:]),
-        stage_bytes=tuple(stage_memory(manifest, plan) for plan in plans),
     )
 
 
@@ -76,23 +70,23 @@ def id_type(vocab_size: int) -> str:
     return "<u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
-def stage_memory(manifest: Manifest, plan: StagePlan) -> int:
-    """Bytes a stage needs beside its activations: state, exact sums, token table, a microbatch's gradient.
+def accumulator_bytes(manifest: Manifest) -> int:
+    """Per number of a step's sum of gradients."""
+    return _FP64 if manifest.batch.accumulate == "exact" else _FP32
 
-    When Muon works, no microbatch's gradient is there: the larger of the two counts.
+
+def muon_working_bytes(plan: StagePlan, *, in_tensors: bool = False) -> int:
+    """What Muon needs for the largest matrix of a stage while it works on it; 0 with AdamW.
+
+    With `in_tensors` without what the library of products takes for itself.
     """
-    accumulator = _FP64 if manifest.batch.accumulate == "exact" else _FP32
-    passing = max(plan.num_parameters * _FP32, muon_working_bytes(plan))
-    two_steps = manifest.schedule.delay * plan.num_parameters * (2 * _FP32 + accumulator)  # weights of each, a sum more
-    return plan.state_elements * _FP32 + plan.num_parameters * accumulator + table_bytes(manifest) + passing + two_steps
-
-
-def muon_working_bytes(plan: StagePlan) -> int:
-    """What Muon needs for the largest matrix of a stage while it works on it; 0 with AdamW."""
     found = 0
     for rows, columns in (spec.shape for spec in plan.tensors if spec.by_muon):
         small = min(rows, columns)
         block = max(MUON_BLOCK_ELEMENTS, MUON_MIN_COLUMNS * small)
         in_products = small * small + min(block, rows * columns)
-        found = max(found, rows * columns * 3 * _FP32 + in_products * _BYTES_IN_PRODUCTS)
+        if in_tensors:
+            found = max(found, rows * columns * 2 * _FP32 + in_products * _TENSOR_BYTES_IN_PRODUCTS)
+        else:
+            found = max(found, rows * columns * 3 * _FP32 + in_products * _BYTES_IN_PRODUCTS)
     return found

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from swarmtrain.model.activations import activations
+from swarmtrain.model.footprint import Footprint, choices, on_cpu
 from swarmtrain.model.layout import EMBEDDING, StagePlan, boundary_width, plan_stages
 from swarmtrain.model.reduce_bytes import ReduceBytes, reduce_bytes
-from swarmtrain.model.sizes import id_type, stage_memory
+from swarmtrain.model.sizes import id_type
 from swarmtrain.run.manifest import Manifest
 
 FP32 = 4
 BACKWARD_FACTOR = 2.0  # a backward pass multiplies twice as much as a forward pass
-SHARE_BYTES = 12  # per parameter, during an all-reduce: a copy of the sum and the result
-PROCESS_BYTES = 400 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +22,19 @@ class StageWork:
     tflop: float
     num_parameters: int
     state_bytes: int  # parameters and moments: what a newcomer downloads, and a checkpoint holds
-    memory_bytes: int
+    memory_bytes: int  # of a peer that computes on its CPU
     reduced: ReduceBytes  # what a step's all-reduce puts on a peer's line
+    ways: tuple[Footprint, ...] = ()  # to host it on a graphics card, the fastest first; none: as on a CPU
+
+    def way(self, memory_bytes: float, host_bytes: float) -> tuple[int, int] | None:
+        """(bytes of the device, bytes of the host) of the fastest way that fits a machine; None if none does.
+
+        Without `host_bytes` the machine computes on its CPU, and has one memory.
+        """
+        if not host_bytes or not self.ways:
+            return (0, self.memory_bytes) if self.memory_bytes <= memory_bytes else None
+        found = next((way for way in self.ways if way.fits(int(memory_bytes), int(host_bytes))), None)
+        return (found.device_bytes, found.host_bytes) if found is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +123,11 @@ def _stage_work(manifest: Manifest, plan: StagePlan, tokens: int) -> StageWork:
         multiplied += model.vocab_size * model.hidden_size
     attention = len(plan.layers) * model.sequence_length * model.hidden_size  # causal: half of two n x d products
     forward = 2.0 * tokens * (multiplied + attention)
-    memory = stage_memory(manifest, plan) + plan.num_parameters * SHARE_BYTES + PROCESS_BYTES
-    least = activations(manifest, plan, recomputes=True)
-    memory += least.kept_bytes + least.peak_bytes
     return StageWork(
         tflop=(1.0 + BACKWARD_FACTOR) * forward / 1e12,
         num_parameters=plan.num_parameters,
         state_bytes=plan.state_elements * FP32,
-        memory_bytes=math.ceil(memory),
+        memory_bytes=on_cpu(manifest, plan).host_bytes,
         reduced=reduce_bytes(manifest, plan),
+        ways=tuple(choices(manifest, plan)),
     )

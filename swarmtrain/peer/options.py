@@ -10,19 +10,16 @@ import torch
 from swarmtrain.codec.samples import DEFAULT_BUDGET_BYTES
 from swarmtrain.errors import HardwareError
 from swarmtrain.model.activations import activations
-from swarmtrain.model.layout import plan_stages
+from swarmtrain.model.footprint import Footprint, Offload, best, choices, cpu_choices
+from swarmtrain.model.layout import StagePlan, plan_stages
 from swarmtrain.model.memory import free_bytes
-from swarmtrain.model.sizes import stage_memory
 from swarmtrain.observe.faults import Faults
 from swarmtrain.run.invite import Invite
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.units import show_gb
 
-_SHARE_BYTES_PER_PARAMETER = 12  # an all-reduce's copy of the sum (fp64) and its result (fp32)
-_PROCESS_BYTES = 400 << 20  # interpreter, torch and the network daemon
-
-
 AUTO = -1
+OFFLOADS = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,7 @@ class PeerOptions:
     stage: int  # AUTO: where the run needs it most
     state_dir: Path
     device: str = "cpu"
+    offload: str = "auto"  # on: parameters and moments are on the host; off: never; auto: where the device is short
     threads: int = 1
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     announce: tuple[str, ...] = ()
@@ -68,37 +66,72 @@ def choose_device(gpu: int | None) -> str:
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory that a stage needs at least, and what is left for what microbatches keep from forward to backward.
+    """How a stage is hosted, and what is left for what microbatches keep from forward to backward.
 
     With a budget below a whole graph, layers are computed again in backward.
     """
 
-    needed_bytes: int
+    way: Footprint
+    needed_bytes: int  # of the device
     available_bytes: int
     graph_budget_bytes: int
 
 
 def check_fit(manifest: Manifest, options: PeerOptions) -> Fit:
-    """Refuse a stage that does not fit the device's memory (or `--max-memory`)."""
+    """Refuse a stage that does not fit the device's memory (or `--max-memory`), or the host's beside a device."""
     if not 0 <= options.stage < manifest.stages.count:
         raise HardwareError(
             f"there is no stage {options.stage}: the run has stages 0 to {manifest.stages.count - 1}",
             fix="choose another --stage",
         )
     plan = plan_stages(manifest)[options.stage]
-    fixed = stage_memory(manifest, plan) + plan.num_parameters * _SHARE_BYTES_PER_PARAMETER + _PROCESS_BYTES
     available = options.max_memory_bytes or free_bytes(options.device)
-    whole, layered = (activations(manifest, plan, recomputes=recomputes) for recomputes in (False, True))
-    needed = fixed + layered.kept_bytes + layered.peak_bytes
-    if needed > available:
-        raise HardwareError(
-            f"stage {options.stage} needs about {show_gb(needed)}, there are {show_gb(available)}",
-            fix="choose a smaller stage, free memory, or raise --max-memory",
-        )
-    if fixed + whole.kept_bytes + whole.peak_bytes > available:  # layers are computed again
-        budget = max(layered.kept_bytes, (available - fixed - layered.peak_bytes) // 4)
-        return Fit(needed, available, min(budget, whole.kept_bytes - 1))
-    return Fit(needed, available, max(whole.kept_bytes, (available - fixed - whole.peak_bytes) // 4))
+    if options.device == "cpu":
+        ways = cpu_choices(manifest, plan)
+        way = best(ways, 0, available)
+        if way is None:
+            raise HardwareError(
+                f"stage {options.stage} needs about {show_gb(ways[-1].host_bytes)}, there are {show_gb(available)}",
+                fix="choose a smaller stage, free memory, or raise --max-memory",
+            )
+        return _fit(manifest, plan, way, way.host_bytes, available)
+    ways, host = offered(choices(manifest, plan), options.offload), free_bytes()
+    way = best(ways, available, host)
+    if way is None:
+        raise does_not_fit_device(f"stage {options.stage}", ways, available, host, options.offload)
+    return _fit(manifest, plan, way, way.device_bytes, available)
+
+
+def offered(ways: list[Footprint], offload: str) -> list[Footprint]:
+    """Those that `--offload` leaves."""
+    if offload == "off":
+        return [way for way in ways if way.offload is Offload.NOTHING]
+    return [way for way in ways if offload != "on" or way.offload is not Offload.NOTHING]
+
+
+def does_not_fit_device(what: str, ways: list[Footprint], device: int, host: int, offload: str) -> HardwareError:
+    """The error that says what the smallest way needs, what there is, and what to change."""
+    least = ways[-1]
+    if any(way.device_bytes <= device for way in ways):
+        least = next(way for way in ways if way.device_bytes <= device)
+        fix = f"{show_gb(least.host_bytes - host)} more of the machine's own memory would do, or a smaller stage"
+    elif offload == "off":
+        fix = "leave out --offload off, choose a smaller stage, or raise --max-memory"
+    else:
+        fix = "choose a smaller stage, free memory of the device, or raise --max-memory"
+    return HardwareError(
+        f"{what} needs about {show_gb(least.device_bytes)} of the device and {show_gb(least.host_bytes)} of the host;"
+        f" there are {show_gb(device)} and {show_gb(host)}",
+        fix=fix,
+    )
+
+
+def _fit(manifest: Manifest, plan: StagePlan, way: Footprint, needed: int, available: int) -> Fit:
+    spare = available - needed + way.kept_bytes
+    budget = max(way.kept_bytes, spare // 4)
+    if way.recomputes:
+        budget = min(budget, activations(manifest, plan, recomputes=False).kept_bytes - 1)
+    return Fit(way, needed, available, budget)
 
 
 def fitting_stages(manifest: Manifest, options: PeerOptions) -> list[int]:

@@ -68,7 +68,7 @@ class MachineKind:
 
     def holds(self, demand: Demand) -> bool:
         """Whether the stage fits its memory."""
-        return demand.work.memory_bytes <= self.profile.memory_gb * 1e9
+        return self.profile.way(demand.work) is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

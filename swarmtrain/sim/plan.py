@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from swarmtrain.errors import UsageError
-from swarmtrain.model.workload import Workload
+from swarmtrain.model.workload import StageWork, Workload
 from swarmtrain.sim.all_reduce import all_reduce_seconds, moved_bytes
 from swarmtrain.sim.bound import Machine, StageKind, throughput_bound
 from swarmtrain.sim.placement import Demand, Group, MachineKind, demands_of, place
-from swarmtrain.sim.profiles import GAMING_GPU, MAX_MACHINES, PeerProfile
+from swarmtrain.sim.profiles import AT_HOME, MAX_MACHINES, PeerProfile
 
 DAY_S = 86400.0
 
@@ -29,7 +29,8 @@ class StageForecast:
     num_peers: int
     capacity: float
     busy: float  # share of its capacity that the weakest stage lets it use
-    memory_bytes: int
+    memory_bytes: int  # of the card; of the machine, if it computes on its CPU
+    host_bytes: int  # beside the card; 0 on a CPU
     up_bytes_per_day: float
     down_bytes_per_day: float
 
@@ -41,7 +42,7 @@ class Idle:
     name: str
     count: int
     total: int
-    has_memory: bool  # for the smallest stage
+    has_memory: bool  # for some stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,13 @@ class Forecast:
         return {**asdict(self), "empty_stages": self.empty_stages, "share_of_bound": self.share_of_bound}
 
 
-def default_profile(workload: Workload) -> PeerProfile:
-    """The default when no machines are given: a gaming GPU at home with memory for any stage."""
-    largest_gb = max(stage.memory_bytes for stage in workload.stages) / 1e9
-    return replace(GAMING_GPU, memory_gb=max(GAMING_GPU.memory_gb, 1.01 * largest_gb))
+def default_profiles(workload: Workload) -> list[tuple[PeerProfile, float]]:
+    """The default when no machines are given: two per stage of the smallest shipped machine at home that holds it."""
+    found: Counter[PeerProfile] = Counter()
+    for stage in workload.stages:
+        holding = [profile for profile in AT_HOME if profile.way(stage) is not None]
+        found[(holding or AT_HOME)[0]] += 2
+    return [(profile, float(number)) for profile, number in found.items()]
 
 
 def forecast(
@@ -157,9 +161,13 @@ def _kinds(profiles: Sequence[tuple[PeerProfile, float]]) -> list[MachineKind]:
 
 
 def _idle(workload: Workload, kinds: Sequence[MachineKind], serving: Counter[MachineKind]) -> tuple[Idle, ...]:
-    smallest = min(stage.memory_bytes for stage in workload.stages)
     return tuple(
-        Idle(kind.profile.name, kind.count - serving[kind], kind.count, kind.profile.memory_gb * 1e9 >= smallest)
+        Idle(
+            kind.profile.name,
+            kind.count - serving[kind],
+            kind.count,
+            any(kind.profile.way(stage) is not None for stage in workload.stages),
+        )
         for kind in kinds
         if kind.count > serving[kind]
     )
@@ -183,6 +191,15 @@ def _computing(demand: Demand, group: Group) -> float:
 
 def _hours_per_day(profile: PeerProfile) -> float:
     return 24.0 * profile.hours_online / (profile.hours_online + profile.hours_away)
+
+
+def _memory(work: StageWork, group: Group) -> tuple[int, int]:
+    """What it takes of its smallest machine; where it has none, the least that would do."""
+    ways = [way for kind, _ in group if (way := kind.profile.way(work)) is not None]
+    if not ways:
+        ways = [(way.device_bytes, way.host_bytes) for way in work.ways[-1:]] or [(0, work.memory_bytes)]
+    memory, host = min(ways)
+    return (memory, host) if memory else (host, 0)
 
 
 def _bound(kinds: Sequence[MachineKind], demands: Sequence[Demand]) -> float:
@@ -218,6 +235,7 @@ def _stage_forecast(
         down += share * workload.token_bytes if stage == 0 else 0.0
         there = sum(hours[kind] * number for kind, number in group) / num_peers / 24.0
         arrivals = sum(hours[kind] / kind.profile.hours_online * number for kind, number in group) / num_peers
+    memory, host = _memory(workload.stages[stage], group)
     # Those who have a state send as much of it as newcomers fetch.
     transfers = arrivals * workload.stages[stage].state_bytes if steps_per_s else 0.0
     return StageForecast(
@@ -225,7 +243,8 @@ def _stage_forecast(
         num_peers=num_peers,
         capacity=capacity,
         busy=rate / capacity if capacity else 0.0,
-        memory_bytes=workload.stages[stage].memory_bytes,
+        memory_bytes=memory,
+        host_bytes=host,
         up_bytes_per_day=there * DAY_S * steps_per_s * up + transfers,
         down_bytes_per_day=there * DAY_S * steps_per_s * down + transfers,
     )

@@ -1,7 +1,8 @@
 """Peer profiles: TOML files that describe a kind of machine and its connection. `sim/peers/` has some, known by name.
 
 name = "gaming GPU at home"
-[hardware]  tflops, memory_gb             what training really reaches, not the data sheet
+[hardware]  tflops                        what training really reaches, not the data sheet
+            memory_gb, host_gb            of the graphics card, and beside it; without host_gb all is the machine's own
 [network]   up_mbit, down_mbit, latency_ms, relayed
 [presence]  hours_online, hours_away      means; how long such a machine stays, and stays away
 role = "coordinator"                      for a machine that hosts no stage
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from swarmtrain.errors import UsageError
+from swarmtrain.model.workload import StageWork
 from swarmtrain.sim.scenario import ChurnEvent, PeerSpec
 from swarmtrain.units import MBIT
 
@@ -23,8 +25,9 @@ OWN_PROFILES = Path(__file__).with_name("peers")
 MAX_PROFILE_BYTES = 1 << 16
 MAX_MACHINES = 1_000_000
 ROLES = ("peer", "coordinator")
+_OPTIONAL = ("host_gb",)
 _RANGES: dict[str, dict[str, tuple[float, float]]] = {
-    "hardware": {"tflops": (1e-6, 1e6), "memory_gb": (1e-3, 1e6)},
+    "hardware": {"tflops": (1e-6, 1e6), "memory_gb": (1e-3, 1e6), "host_gb": (1e-3, 1e6)},
     "network": {"up_mbit": (1e-3, 1e6), "down_mbit": (1e-3, 1e6), "latency_ms": (0.0, 10_000.0)},
     "presence": {"hours_online": (1e-3, 1e6), "hours_away": (1e-3, 1e6)},
 }
@@ -44,6 +47,11 @@ class PeerProfile:
     hours_online: float
     hours_away: float
     role: str = "peer"
+    host_gb: float = 0.0  # beside a graphics card's own memory; 0: it computes on its CPU
+
+    def way(self, work: StageWork) -> tuple[int, int] | None:
+        """(bytes of the device, bytes of the host) that a stage takes of it; None if it does not fit."""
+        return work.way(self.memory_gb * 1e9, self.host_gb * 1e9)
 
     def spec(self, stage_tflop: float, weight: float = 1.0) -> PeerSpec:
         """This machine in a pipeline whose stages of cost 1 take `stage_tflop` per microbatch."""
@@ -88,6 +96,8 @@ def parse_profile(raw: dict[str, Any], where: str = "peer profile") -> PeerProfi
             if key not in allowed:
                 raise UsageError(f"{where}: unknown key {section}.{key}")
         for key, (low, high) in ranges.items():
+            if key in _OPTIONAL and key not in table:
+                continue
             values[key] = _number(table.get(key), low, high, f"{where}: {section}.{key}")
     relayed = raw["network"].get("relayed", False)
     if not isinstance(relayed, bool):
@@ -165,11 +175,12 @@ def load_trace(path: Path) -> tuple[ChurnEvent, ...]:
     return tuple(sorted(events, key=lambda event: event.time_s))
 
 
-# What `plan` assumes when it is told nothing; the same as gaming-gpu.
+# What `plan` assumes when it is told nothing; the same as gaming-gpu and gaming-gpu-24gb.
 GAMING_GPU = PeerProfile(
     name="gaming GPU at home",
     tflops=30.0,
     memory_gb=12.0,
+    host_gb=32.0,
     up_mbit=40.0,
     down_mbit=200.0,
     latency_ms=15.0,
@@ -177,3 +188,5 @@ GAMING_GPU = PeerProfile(
     hours_online=6.0,
     hours_away=18.0,
 )
+LARGE_GAMING_GPU = replace(GAMING_GPU, name="gaming GPU, 24 GB", tflops=60.0, memory_gb=24.0, host_gb=64.0)
+AT_HOME = (GAMING_GPU, LARGE_GAMING_GPU)

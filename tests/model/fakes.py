@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from swarmtrain.model.layout import boundary_width, plan_stages
@@ -25,11 +28,20 @@ def counted(manifest: Manifest, index: int, *, recomputes: bool) -> tuple[int, i
             boundary = None if plan.is_first else torch.zeros(*shape, boundary_width(manifest), requires_grad=True)
             output = stage.loss(ids, ids, boundary) if plan.is_last else stage(ids, boundary)
             kept = seen.live
-            inputs = [*stage.parameters()] if boundary is None else [boundary, *stage.parameters()]
+            found: list[torch.dtype] = []
+            for parameter in stage.parameters():
+                parameter.register_post_accumulate_grad_hook(partial(_freed, found))
             outer = None if plan.is_last else torch.ones_like(output)
-            found = torch.autograd.grad(output, inputs, outer, allow_unused=True)
-        assert all(gradient is not None for gradient in found)
+            torch.autograd.backward(output, outer)
+        assert len(found) == len(plan.tensors)
     return kept, seen.peak
+
+
+def _freed(found: list[torch.dtype], parameter: Tensor) -> None:
+    """As when it is added to the step's sum."""
+    assert parameter.grad is not None
+    found.append(parameter.grad.dtype)
+    parameter.grad = None
 
 
 def _stage(manifest: Manifest, index: int) -> Stage:
@@ -40,7 +52,8 @@ def _stage(manifest: Manifest, index: int) -> Stage:
         table = NormalTable(torch.empty(manifest.model.vocab_size, d))
     stage = Stage(manifest, plan, basis, table)
     stage._rotary = {}
+    dtype = torch.bfloat16 if manifest.is_rounded else torch.float32
     for spec in plan.tensors:
         parent, _, leaf = spec.name.rpartition(".")
-        setattr(stage.get_submodule(parent), leaf, torch.nn.Parameter(torch.empty(spec.shape)))
+        setattr(stage.get_submodule(parent), leaf, torch.nn.Parameter(torch.empty(spec.shape, dtype=dtype)))
     return stage

@@ -13,8 +13,8 @@ from swarmtrain.model.workload import StageWork, Workload, workload_of
 from swarmtrain.run.presets import resolve_manifest
 from swarmtrain.sim.advice import advice
 from swarmtrain.sim.demand import demand_of
-from swarmtrain.sim.plan import Forecast, default_profile, forecast
-from swarmtrain.sim.profiles import GAMING_GPU, OWN_PROFILES, PeerProfile, load_profile
+from swarmtrain.sim.plan import Forecast, default_profiles, forecast
+from swarmtrain.sim.profiles import GAMING_GPU, LARGE_GAMING_GPU, OWN_PROFILES, PeerProfile, load_profile
 from swarmtrain.sim.run import simulate
 from swarmtrain.sim.scenario import Scenario
 from swarmtrain.sim.settings import with_workload
@@ -154,7 +154,31 @@ def test_the_profiles_in_the_repository_are_valid_and_the_default_is_one_of_them
     assert {"gaming-gpu", "laptop-cpu", "cloud-spot-gpu", "office-workstation", "coordinator"} <= profiles.keys()
     assert profiles["gaming-gpu"] == GAMING_GPU
     assert profiles["coordinator"].role == "coordinator"
-    assert default_profile(workload(1.0)) == GAMING_GPU
+    assert profiles["gaming-gpu-24gb"] == LARGE_GAMING_GPU
+    assert default_profiles(workload(1.0)) == [(GAMING_GPU, 2.0)]
+
+
+def test_the_default_is_machines_that_exist() -> None:
+    """A stage that the smaller one does not hold gets the larger one."""
+    plain = workload(1.0, 1.0, 1.0)
+    big = replace(plain.stages[1], memory_bytes=20 * 10**9)
+    found = default_profiles(replace(plain, stages=(plain.stages[0], big, plain.stages[2])))
+    assert found == [(GAMING_GPU, 4.0), (LARGE_GAMING_GPU, 2.0)]
+
+
+def test_a_card_that_is_short_lays_the_state_on_its_host() -> None:
+    work = demand_of(preset("llama-1b")).stages[1]
+    needs = {way.offload: way for way in work.ways if way.recomputes}
+    state = needs[Offload.STATE]
+    card, host = (state.device_bytes + 1) / 1e9, (state.host_bytes + 1) / 1e9
+    found = replace(GAMING_GPU, memory_gb=card, host_gb=host).way(work)
+    assert found == (state.device_bytes, state.host_bytes)
+    assert state.device_bytes < needs[Offload.NOTHING].device_bytes
+    assert replace(GAMING_GPU, memory_gb=card, host_gb=host / 2).way(work) is None
+    assert replace(GAMING_GPU, memory_gb=card / 2, host_gb=host).way(work) is None
+    own = work.memory_bytes / 1e9
+    assert replace(GAMING_GPU, memory_gb=own + 0.001, host_gb=0.0).way(work) == (0, work.memory_bytes)
+    assert replace(GAMING_GPU, memory_gb=own - 0.001, host_gb=0.0).way(work) is None
 
 
 GAMING = [(load_profile(PEERS / "gaming-gpu.toml"), 128.0)]

@@ -55,5 +55,4 @@ def test_the_large_presets_choose_what_the_page_says(name: str) -> None:
 
 def test_every_stage_of_the_billion_fits_the_cards_of_volunteers() -> None:
     gaming = load_profile(PEERS / "gaming-gpu.toml")
-    largest = max(stage.memory_bytes for stage in demand_of(preset("llama-1b", ["schedule.delay=1"])).stages)
-    assert largest < 0.95 * gaming.memory_gb * 1e9
+    assert all(gaming.way(stage) is not None for stage in demand_of(preset("llama-1b")).stages)
