@@ -30,8 +30,8 @@ import psutil
 from common import Figure, figure, parser, progress, report
 
 from swarmtrain.local import LocalOptions, LocalSwarm
-from swarmtrain.model.layout import plan_stages
 from swarmtrain.model.footprint import on_cpu
+from swarmtrain.model.layout import plan_stages
 from swarmtrain.observe.control import ask
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import preset

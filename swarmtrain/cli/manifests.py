@@ -23,9 +23,7 @@ def presets(as_json: JsonOption = False) -> None:
     from swarmtrain.sim.demand import demand_of
 
     manifests = [preset(name) for name in PRESETS]
-    rows = [
-        (describe(manifest), demand_of(manifest).wire_bytes_per_token, largest(manifest)) for manifest in manifests
-    ]
+    rows = [(describe(manifest), demand_of(manifest).wire_bytes_per_token, largest(manifest)) for manifest in manifests]
     if as_json:
         for row, coded, needs in rows:
             print_json({**row.as_dict(), "coded_bytes_per_token": coded, "largest_stage": needs.as_dict()})

@@ -107,7 +107,11 @@ class _Count:
             kept -= self.kept_of(layer)
         # Of token vectors it is added up in fp32.
         wide = 0 if self.factor == _FP32 or self.plan.is_last else self._largest("embedding") * _FP32 // self.factor
-        yield self._largest(r"(?!layers|head|embedding)" if self.plan.is_last else r"(?!layers)") + wide + self.row * self.w
+        yield (
+            self._largest(r"(?!layers|head|embedding)" if self.plan.is_last else r"(?!layers)")
+            + wide
+            + self.row * self.w
+        )
 
     def _largest(self, pattern: str) -> int:
         """Gradient of the largest parameter of that name, in the width of its product."""

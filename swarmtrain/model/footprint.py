@@ -34,8 +34,8 @@ ORDINARY_CARD = 12 * 10**9
 _FP32, _FP64 = 4, 8
 _REPLICAS = 2  # of a stage at least: each of them adds up so much of an all-reduce
 _OWNED_BYTES = _FP64 + _FP32  # per number: total, answer
-_MICROBATCH = ("a microbatch", "another one between its passes")
-_STEP = ("optimizer at work", "all-reduce", "sums of others")
+MICROBATCH = ("a microbatch", "another one between its passes")
+STEP = ("optimizer at work", "all-reduce", "sums of others")
 _CHUNKS_BYTES = 2 << 20  # scratch of sums and of element-wise updates
 
 
@@ -147,7 +147,7 @@ class _Count:
         """All of it is host memory."""
         needs = [Need(need.what, 0, need.device_bytes + need.host_bytes) for need in self._needs(Offload.NOTHING)]
         if not self._layout.is_delayed:  # a step is reduced and applied when its microbatches are over
-            needs = _without_the_smaller(needs, _MICROBATCH, _STEP)
+            needs = _without_the_smaller(needs, MICROBATCH, STEP)
         return self._footprint(Offload.NOTHING, [*needs, Need("process", 0, PROCESS_BYTES)])
 
     def on_device(self, offload: Offload) -> Footprint:
@@ -199,9 +199,7 @@ class _Count:
 
     def _optimizer(self) -> int:
         """Muon's products; AdamW's of the largest dense tensor in S, of whose columns it takes means."""
-        dense = [
-            spec.num_elements for spec in self._plan.tensors if spec.role in (Role.COLUMNS_IN_S, Role.ROWS_IN_S)
-        ]
+        dense = [spec.num_elements for spec in self._plan.tensors if spec.role in (Role.COLUMNS_IN_S, Role.ROWS_IN_S)]
         return max(muon_working_bytes(self._plan), 4 * _FP32 * max(dense, default=0))
 
     def _all_reduce(self) -> int:

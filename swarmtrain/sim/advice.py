@@ -10,6 +10,7 @@ from swarmtrain.run.manifest import Manifest
 from swarmtrain.sim.demand import demand_of
 from swarmtrain.sim.plan import Forecast, forecast
 from swarmtrain.sim.profiles import MAX_MACHINES, PeerProfile
+from swarmtrain.units import show_size
 
 # From the least loss to the fewest bytes. Not topk: it costs far more loss than these.
 CODECS = ("bf16", "int8", "lowrank100", "lowrank40")
@@ -38,7 +39,7 @@ class Change:
 def advice(manifest: Manifest, profiles: Profiles, found: Forecast) -> str:
     """What takes the largest share of a step, and what to change."""
     if found.empty_stages:
-        return f"stage {found.empty_stages[0]} has no machine that holds it: more memory, or more stages.count"
+        return _of_what_does_not_fit(found)
     waits = found.waiting_s > (1.0 - GOOD_SHARE) * found.step_s
     if not waits and not (_keeps_idle(found) and _would_gain_without_all_reduce(manifest, profiles, found)):
         return _of_a_busy_pipeline(manifest, profiles, found)
@@ -50,6 +51,17 @@ def advice(manifest: Manifest, profiles: Profiles, found: Forecast) -> str:
     if not changes:
         return f"{_what_waits(found, is_fill=is_fill)}, and no key of the manifest changes that"
     return f"{_what_waits(found, is_fill=is_fill)}: set {_either(changes)}"
+
+
+def _of_what_does_not_fit(found: Forecast) -> str:
+    """The least that the largest of these stages needs, and what else would do."""
+    need = max((found.stages[stage] for stage in found.empty_stages), key=lambda item: item.memory_bytes + item.host_bytes)
+    if not need.host_bytes:
+        return f"stage {need.stage} has no machine that holds it: {show_size(need.memory_bytes)}, or more stages.count"
+    return (
+        f"stage {need.stage} has no machine that holds it: {show_size(need.memory_bytes)} on the card and"
+        f" {show_size(need.host_bytes)} beside it, or more stages.count"
+    )
 
 
 def _what_waits(found: Forecast, *, is_fill: bool) -> str:

@@ -6,16 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarmtrain.model.footprint import (
-    PROCESS_BYTES,
-    Footprint,
-    Offload,
-    best,
-    choices,
-    cpu_choices,
-    on_cpu,
-    on_device,
-)
+from swarmtrain.model.footprint import MICROBATCH, STEP, Offload, best, choices, cpu_choices, on_cpu, on_device
 from swarmtrain.model.layout import StagePlan, boundary_width, plan_stages
 from swarmtrain.model.sizes import muon_working_bytes
 from swarmtrain.model.state import StageState
@@ -36,7 +27,6 @@ SMALL = (
     "stages.count=4",
     "boundary.k=24",
 )
-NOT_TENSORS = ("process", "sums of others")  # what no tensor holds, or only a swarm
 
 
 def reduced(coder: StageCoder, total: Tensor) -> Reduced:
@@ -72,11 +62,11 @@ class Running:
             is_last, delay = self.worker.state.plan.is_last, manifest.schedule.delay
             for step in range(1 + delay):
                 self.worker.sum_of(step)
-            kept = None if is_last else self.worker.forward(self.tokens, self.boundary(), delay)
             settled = seen.live
+            kept = None if is_last else self.worker.forward(self.tokens, self.boundary(), delay)
             microbatch = self.peak_of(lambda: self.microbatch(delay)) - settled
-            worked = self.peak_of(self.step) - settled
             del kept
+            worked = self.peak_of(self.step) - settled
             copies = [buffer.clone() for buffer in self.worker.state.buffers]
             copied = sum(buffer.untyped_storage().nbytes() for buffer in copies)
         beside = microbatch + worked if delay else max(microbatch, worked)
@@ -97,7 +87,9 @@ class Running:
 
     def microbatch(self, step: int) -> None:
         done = self.worker.forward(self.tokens, self.boundary(), step)
-        self.worker.backward_into_sum(done, None if done.output.dim() == 0 else torch.full_like(done.output, 1e-4), step)
+        self.worker.backward_into_sum(
+            done, None if done.output.dim() == 0 else torch.full_like(done.output, 1e-4), step
+        )
 
     def step(self) -> None:
         """What the thread of the steps does."""
@@ -111,10 +103,16 @@ class Running:
         self.worker.give_back(total)
 
 
-def told(way: Footprint, plan: StagePlan) -> int:
-    """Of tensors: what the library of Muon's products takes is measured in test_sizes.py."""
-    library = muon_working_bytes(plan) - muon_working_bytes(plan, in_tensors=True)
-    return sum(need.host_bytes for need in way.needs if need.what not in NOT_TENSORS) - library
+def told(manifest: Manifest, plan: StagePlan, *, recomputes: bool) -> int:
+    """Of tensors, as on a CPU. What the library of Muon's products takes for itself is measured in test_sizes.py."""
+    unseen = ("process", "sum on its way", "sums of others")  # what no tensor holds, or only a swarm
+    way = on_device(manifest, plan, recomputes=recomputes)
+    needs = {need.what: need.device_bytes + need.host_bytes for need in way.needs if need.what not in unseen}
+    if optimizer := needs.get("optimizer at work", 0):
+        library = muon_working_bytes(plan) - muon_working_bytes(plan, in_tensors=True)
+        needs["optimizer at work"] = optimizer - library
+    passes, step = (sum(needs.pop(what, 0) for what in group) for group in (MICROBATCH, STEP))
+    return sum(needs.values()) + (passes + step if manifest.schedule.delay else max(passes, step))
 
 
 DELAYED, BF16, MUON = ("schedule.delay=1", "schedule.predict=true"), ("model.precision=bf16",), ("optimizer.kind=muon",)
@@ -142,5 +140,34 @@ def test_a_stage_that_runs_holds_what_is_told(number: int) -> None:
     manifest = preset("nano", [*SMALL, *settings])
     counted = Running(manifest, stage, recomputes=recomputes).bytes
     plan = plan_stages(manifest)[stage]
-    way = on_cpu(manifest, plan, recomputes=recomputes)
-    assert 0.9 * counted < told(way, plan) < 1.1 * counted, {need.what: need.host_bytes / 1e6 for need in way.needs}
+    assert 0.9 * counted < told(manifest, plan, recomputes=recomputes) < 1.1 * counted
+
+
+def test_with_a_delay_a_step_is_applied_beside_microbatches_and_without_one_after_them() -> None:
+    for delay, beside in ((0, False), (1, True)):
+        manifest = preset("nano", [*SMALL, f"schedule.delay={delay}"])
+        named = {need.what for need in on_cpu(manifest, plan_stages(manifest)[1]).needs}
+        assert ("a microbatch" in named and "all-reduce" in named) is beside
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_offloaded_leaves_the_device_and_comes_to_the_host(name: str) -> None:
+    manifest = preset(name)
+    for plan in plan_stages(manifest):
+        for recomputes in (False, True):
+            plain, state, sums = (on_device(manifest, plan, offload=item, recomputes=recomputes) for item in Offload)
+            assert plain.device_bytes > state.device_bytes > sums.device_bytes
+            assert plain.host_bytes < state.host_bytes
+        whole, layered = cpu_choices(manifest, plan)
+        assert whole.host_bytes >= layered.host_bytes
+        ways = choices(manifest, plan)
+        assert best(ways, 1 << 50, 1 << 50) == ways[0], "the fastest, where there is room"
+        assert best(ways, ways[-1].device_bytes, 1 << 50) == ways[-1]
+        assert best(ways, ways[-1].device_bytes - 1, 1 << 50) is None
+
+
+def true_size(name: str, device_gb: float, host_gb: float) -> list[int]:
+    """Stages of a preset that do not fit."""
+    manifest = preset(name)
+    limits = int(device_gb * 1e9), int(host_gb * 1e9)
+    return [plan.index for plan in plan_stages(manifest) if best(choices(manifest, plan), *limits) is None]

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from swarmtrain.errors import UsageError
+from swarmtrain.model.footprint import Offload
 from swarmtrain.model.reduce_bytes import ReduceBytes
 from swarmtrain.model.workload import StageWork, Workload, workload_of
-from swarmtrain.run.presets import resolve_manifest
+from swarmtrain.run.presets import preset, resolve_manifest
 from swarmtrain.sim.advice import advice
 from swarmtrain.sim.demand import demand_of
 from swarmtrain.sim.plan import Forecast, default_profiles, forecast
