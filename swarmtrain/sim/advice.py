@@ -55,7 +55,9 @@ def advice(manifest: Manifest, profiles: Profiles, found: Forecast) -> str:
 
 def _of_what_does_not_fit(found: Forecast) -> str:
     """The least that the largest of these stages needs, and what else would do."""
-    need = max((found.stages[stage] for stage in found.empty_stages), key=lambda item: item.memory_bytes + item.host_bytes)
+    need = max(
+        (found.stages[stage] for stage in found.empty_stages), key=lambda item: item.memory_bytes + item.host_bytes
+    )
     if not need.host_bytes:
         return f"stage {need.stage} has no machine that holds it: {show_size(need.memory_bytes)}, or more stages.count"
     return (

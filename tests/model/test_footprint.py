@@ -164,10 +164,3 @@ def test_what_is_offloaded_leaves_the_device_and_comes_to_the_host(name: str) ->
         assert best(ways, 1 << 50, 1 << 50) == ways[0], "the fastest, where there is room"
         assert best(ways, ways[-1].device_bytes, 1 << 50) == ways[-1]
         assert best(ways, ways[-1].device_bytes - 1, 1 << 50) is None
-
-
-def true_size(name: str, device_gb: float, host_gb: float) -> list[int]:
-    """Stages of a preset that do not fit."""
-    manifest = preset(name)
-    limits = int(device_gb * 1e9), int(host_gb * 1e9)
-    return [plan.index for plan in plan_stages(manifest) if best(choices(manifest, plan), *limits) is None]
