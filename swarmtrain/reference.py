@@ -20,7 +20,7 @@ from swarmtrain.codec import Aux, Direction
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.data.source import TokenSource, open_source
 from swarmtrain.errors import ManifestError
-from swarmtrain.model.footprint import of_reference
+from swarmtrain.model.footprint import Offload, of_reference
 from swarmtrain.model.layout import EMBEDDING
 from swarmtrain.model.memory import check_memory
 from swarmtrain.model.state import StageState
@@ -49,7 +49,14 @@ class StepReport:
 class ReferenceTrainer:
     """Trains `manifest` on this process. With `out`, checkpoints go to OUT/checkpoints and training resumes there."""
 
-    def __init__(self, manifest: Manifest, *, out: Path | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        out: Path | None = None,
+        device: torch.device | str = "cpu",
+        offload: Offload = Offload.NOTHING,
+    ) -> None:
         if manifest.is_rounded:
             require_bf16(str(device))
         self.manifest, self.out = manifest, out
@@ -58,7 +65,9 @@ class ReferenceTrainer:
         self.source = open_run_source(manifest)
         self.sampler = make_sampler(manifest, self.source)
         check_memory(of_reference(manifest), "training this model")
-        self.workers = [StageWorker(StageState(manifest, i, device=device)) for i in range(manifest.stages.count)]
+        self.workers = [
+            StageWorker(StageState(manifest, i, device=device, offload=offload)) for i in range(manifest.stages.count)
+        ]
         self.coders = [StageCoder(worker.state) for worker in self.workers]
         self.resumed_from = self._resume()
 
@@ -190,8 +199,7 @@ class ReferenceTrainer:
         """A stage's gradient as the all-reduce of a single peer gives it, through the run's gradient codec."""
         worker, coder = self.workers[index], self.coders[index]
         if coder.spec.lossy and not self.manifest.reduce.selective:
-            found = coder.alone(worker.sum.total.cpu())
-            return Reduced(found.gradient.to(worker.state.device), found.commit)
+            return coder.alone(worker.sum.total.cpu())
         return Reduced(worker.reduced_sum(), lambda: None)
 
     def _share_tied_embedding(self) -> None:

@@ -26,7 +26,7 @@ OPTION_GROUPS: Mapping[str, Options] = {
     },
     "join": {
         "What to host": ("stage", "gpu", "cpu", "threads", "name", "state_dir"),
-        "Limits": ("max_memory", "max_samples", "max_up", "max_down", "drain_timeout", "find_timeout"),
+        "Limits": ("max_memory", "offload", "max_samples", "max_up", "max_down", "drain_timeout", "find_timeout"),
         "Network": ("listen", "announce", "behind_nat", "relay", "route", "metrics", "metrics_announce"),
     },
     "sim": {

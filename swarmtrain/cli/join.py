@@ -16,6 +16,8 @@ from swarmtrain.errors import UsageError
 from swarmtrain.route.router import POLICIES
 from swarmtrain.units import parse_rate, parse_size
 
+OFFLOADS = ("auto", "on", "off")
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -61,6 +63,14 @@ def join(
         bool, typer.Option("--behind-nat", help="This machine cannot be dialled: use a relay.")
     ] = False,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory limit, e.g. 8GB; default: free memory.")] = "",
+    offload: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|on|off",
+            help="Keep parameters and moments, and where needed sums of gradients, in the host's memory and run the"
+            " optimizer there; auto: if the GPU is short of memory.",
+        ),
+    ] = "auto",
     max_samples: Annotated[
         str,
         typer.Option(
@@ -99,6 +109,8 @@ def join(
     chosen, may_move = _stage(stage)
     if route not in POLICIES:
         raise UsageError(f"unknown routing policy {route[:40]!r}", fix=f"use one of: {', '.join(POLICIES)}")
+    if offload not in OFFLOADS:
+        raise UsageError(f"--offload is {offload[:40]!r}", fix=f"use one of: {', '.join(OFFLOADS)}")
     memory_bytes, samples_bytes = _memory(max_memory), parse_size(max_samples or "0")
     up_bytes_per_s, down_bytes_per_s = (parse_rate(cap) if cap else 0.0 for cap in (max_up, max_down))
     text = find_invite(invite)
@@ -129,6 +141,7 @@ def join(
         behind_nat=behind_nat,
         max_memory_bytes=memory_bytes,
         max_samples_bytes=samples_bytes,
+        offload=offload,
         max_up_bytes_per_s=up_bytes_per_s,
         max_down_bytes_per_s=down_bytes_per_s,
         name=name,

@@ -29,7 +29,7 @@ def presets(as_json: JsonOption = False) -> None:
             print_json({**row.as_dict(), "coded_bytes_per_token": coded, "largest_stage": needs.as_dict()})
         return
     print_table(
-        ("preset", "params", "trained", "stages", "k/d", "dense", "wire", "ratio", "card", "host"),
+        ("preset", "params", "trained", "stages", "k/d", "dense", "wire", "card", "host"),
         [
             (
                 row.name,
@@ -39,7 +39,6 @@ def presets(as_json: JsonOption = False) -> None:
                 f"{row.k}/{row.d}",
                 str(row.dense_bytes_per_token),
                 f"{coded:.3g}",
-                f"{row.dense_bytes_per_token / coded:.1f}x",
                 show_size(needs.device_bytes),
                 show_size(needs.host_bytes),
             )
@@ -48,8 +47,8 @@ def presets(as_json: JsonOption = False) -> None:
     )
     say("")
     say("Bytes per token over one boundary, forward and backward: a dense one in fp32,")
-    say("and the preset's through its codecs. Memory: of the largest stage, on a graphics card")
-    say("and beside it, with as much on the host as a card of 12 GB asks for.")
+    say("and the preset's through its codecs. Memory: of the largest stage, on a card")
+    say("and on its host, with as much there as a card of 12 GB asks for.")
 
 
 def manifest(preset: ManifestArgument, set_: SetOption = None) -> None:

@@ -28,7 +28,7 @@ def apply_adamw(state: StageState, gradient_sum: Tensor, scale: float, learning_
     """One update from the reduced gradient sum times `scale` (1/B and clipping). Advances `state.step`."""
     factors = Factors(state.manifest.optimizer, learning_rate, state.step + 1)
     for slot in state.slots:
-        update_slot(state, slot, gradient_sum[slot.span], scale, factors)
+        update_slot(state, slot, gradient_sum[slot.span].to(state.room.home), scale, factors)
     reproject(state, state.step + 1)
     state.step += 1
 
@@ -103,4 +103,4 @@ def project_gradient(state: StageState, gradient_sum: Tensor) -> None:
         if slot.spec.role in _DENSE_IN_S:
             assert state.basis is not None
             view = gradient_sum[slot.span].view(slot.spec.shape)
-            view.copy_(projected(slot.spec.role, view, state.basis.to(torch.float64)).to(view.dtype))
+            view.copy_(projected(slot.spec.role, view, state.basis.to(view.device, torch.float64)).to(view.dtype))

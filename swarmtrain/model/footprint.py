@@ -90,9 +90,11 @@ class Footprint:
         }
 
 
-def on_cpu(manifest: Manifest, plan: StagePlan, *, recomputes: bool = True) -> Footprint:
-    """Of a peer that computes on its CPU: all of it is host memory."""
-    return _Count(manifest, plan, recomputes).on_cpu()
+def on_cpu(
+    manifest: Manifest, plan: StagePlan, *, offload: Offload = Offload.NOTHING, recomputes: bool = True
+) -> Footprint:
+    """Of a peer that computes on its CPU: all of it is host memory, so that `offload` saves none."""
+    return _Count(manifest, plan, recomputes).on_cpu(offload)
 
 
 def on_device(
@@ -102,9 +104,9 @@ def on_device(
     return _Count(manifest, plan, recomputes).on_device(offload)
 
 
-def cpu_choices(manifest: Manifest, plan: StagePlan) -> list[Footprint]:
+def cpu_choices(manifest: Manifest, plan: StagePlan, offload: Offload = Offload.NOTHING) -> list[Footprint]:
     """The ways to host a stage on a CPU, the fastest first."""
-    return [on_cpu(manifest, plan, recomputes=recomputes) for recomputes in (False, True)]
+    return [on_cpu(manifest, plan, offload=offload, recomputes=recomputes) for recomputes in (False, True)]
 
 
 def choices(manifest: Manifest, plan: StagePlan) -> list[Footprint]:
@@ -143,12 +145,12 @@ class _Count:
         self._sum_bytes = self._numbers * accumulator_bytes(manifest)
         self._microbatch = activations(manifest, plan, recomputes=recomputes)
 
-    def on_cpu(self) -> Footprint:
+    def on_cpu(self, offload: Offload) -> Footprint:
         """All of it is host memory."""
-        needs = [Need(need.what, 0, need.device_bytes + need.host_bytes) for need in self._needs(Offload.NOTHING)]
+        needs = [Need(need.what, 0, need.device_bytes + need.host_bytes) for need in self._needs(offload)]
         if not self._layout.is_delayed:  # a step is reduced and applied when its microbatches are over
             needs = _without_the_smaller(needs, MICROBATCH, STEP)
-        return self._footprint(Offload.NOTHING, [*needs, Need("process", 0, PROCESS_BYTES)])
+        return self._footprint(offload, [*needs, Need("process", 0, PROCESS_BYTES)])
 
     def on_device(self, offload: Offload) -> Footprint:
         """With a graphics card. An all-reduce reads a sum on the host."""
@@ -172,7 +174,8 @@ class _Count:
         state = [buffer for buffer in layout.buffers if buffer.name not in (WEIGHTS, NEXT_WEIGHTS)]
         yield _placed("parameters and moments", _bytes(state), on_host=offload >= Offload.STATE)
         yield Need("weights of open steps", self._weights(offload))
-        if manifest.schedule.predict and layout.is_delayed and manifest.is_rounded:
+        has_copies = manifest.is_rounded or offload >= Offload.STATE
+        if manifest.schedule.predict and layout.is_delayed and has_copies:
             before = self._parameters * _FP32
             yield _placed("parameters before an update", before, on_host=offload >= Offload.STATE)
         sums = self._sum_bytes * (1 + manifest.schedule.delay) + _CHUNKS_BYTES

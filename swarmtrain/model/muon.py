@@ -36,9 +36,9 @@ def apply_muon(state: StageState, gradient_sum: Tensor, scale: float, learning_r
     others = Factors(optimizer, learning_rate * optimizer.adamw_rate, state.step + 1)
     for slot in state.slots:
         if slot.spec.by_muon:
-            _update_matrix(state, slot, gradient_sum[slot.span], scale, learning_rate)
+            _update_matrix(state, slot, gradient_sum[slot.span].to(state.room.home), scale, learning_rate)
         else:
-            update_slot(state, slot, gradient_sum[slot.span], scale, others)
+            update_slot(state, slot, gradient_sum[slot.span].to(state.room.home), scale, others)
     reproject(state, state.step + 1)
     state.step += 1
 

@@ -14,8 +14,10 @@ from torch import Tensor
 from swarmtrain.errors import CheckpointError
 from swarmtrain.model.buffers import NEXT_WEIGHTS, WEIGHTS, Slot, StateLayout, chunk_digests, state_digest
 from swarmtrain.model.exact import Accumulator, make_accumulator
+from swarmtrain.model.footprint import Offload
 from swarmtrain.model.initial import draw_normal, initial_tensor
 from swarmtrain.model.layout import StagePlan
+from swarmtrain.model.room import Room
 from swarmtrain.model.stage import Stage
 from swarmtrain.model.subspace import first_basis
 from swarmtrain.model.table import token_table
@@ -38,19 +40,30 @@ class StageState:
 
     Without a delay every step computes with the parameters themselves. With `schedule.delay` two steps may be open, and
     each has weights of its own: step u's lie in slot u % 2 of `versions`, until step u is applied.
-    With `model.precision` = bf16, what microbatches compute with is always a copy, rounded once per step.
+    With `model.precision` = bf16, what microbatches compute with is always a copy, rounded once per step; and with
+    `offload`, one on the device.
     """
 
     def __init__(
-        self, manifest: Manifest, index: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        self,
+        manifest: Manifest,
+        index: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        offload: Offload = Offload.NOTHING,
     ) -> None:
-        self.manifest, self.device, self.dtype = manifest, torch.device(device), dtype
+        self.manifest, self.dtype = manifest, dtype
+        self.room = Room(device, offload)
         self.layout = StateLayout(manifest, index, dtype)
         self.plan: StagePlan = self.layout.plan
         self.slots: list[Slot] = self.layout.slots
         self.step = 0  # optimizer steps applied so far
         self.basis_epoch = 0  # moves of U so far
-        self._flat = [buffer.to(self.device) for buffer in self.layout.empty()]
+        self._flat = [
+            buffer.to(self.room.device if spec.name in _VERSIONS else self.room.home)
+            for spec, buffer in zip(self.layout.buffers, self.layout.empty(), strict=True)
+        ]
         self.parameters, self.first_moment, self.second_moment = self._flat[:3]
         self.basis: Tensor | None = None  # U, (d, k)
         self.gram: Tensor | None = self._flat[4] if self.layout.tracks else None  # C since U last moved
@@ -58,16 +71,17 @@ class StageState:
         if self.layout.has_basis:
             self.basis = self._flat[3].view(manifest.model.hidden_size, manifest.boundary.k)
             self.basis.copy_(first_basis(manifest))
+        self._near_basis = self.basis.to(self.device, copy=True) if self._is_apart and self.basis is not None else None
         factors = self.layout.index("right_factors")
         self.right_factors: Tensor | None = None if factors is None else self._flat[factors]  # PowerSGD's Q
         self._fill_initial()
         self.versions = [self._weights(flat) for flat in self._version_buffers()]
         self._own: Weights | None = None  # of the newest parameters, where no version is
-        if not manifest.is_rounded:
+        if not self._has_copies:
             self._own = self._weights(self.parameters)
         elif not self.versions:
-            self._own = self._weights(torch.empty_like(self.parameters, dtype=self.layout.weights_dtype))
-        self._before: Tensor | None = None  # the parameters before the update under way, for a prediction in bf16
+            self._own = self._weights(self._empty_weights())
+        self._before: Tensor | None = None  # the parameters before the update under way, for a prediction
         self.make_versions()
 
     @property
@@ -77,7 +91,23 @@ class StageState:
             return self._own
         if not self.manifest.schedule.predict:
             return self.versions[(self.step + 1) % 2]
-        return self._weights(self.parameters.to(self.layout.weights_dtype))
+        flat = self._empty_weights()
+        self.room.upload(flat, self.parameters)
+        return self._weights(flat)
+
+    @property
+    def device(self) -> torch.device:
+        """What computes. The parameters may lie elsewhere: see `Room`."""
+        return self.room.device
+
+    @property
+    def _is_apart(self) -> bool:
+        return self.room.is_apart
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether microbatches never compute with the parameters themselves."""
+        return self.manifest.is_rounded or self.room.is_apart
 
     @property
     def module(self) -> Stage:
@@ -107,7 +137,7 @@ class StageState:
         """The step under way will be applied now: its weights are not needed any more, the parameters before it are."""
         if not self.versions or not self.manifest.is_predicted(self.step + 2):
             return
-        if self.manifest.is_rounded:  # a rounded copy would add its error to the change
+        if self._has_copies:  # a rounded copy would add its error to the change
             self._before = self.parameters.clone()
         else:
             self._before = self.versions[self.step % 2].flat.copy_(self.parameters)
@@ -115,22 +145,31 @@ class StageState:
     def make_versions(self) -> None:
         """After an update: the weights of the steps that compute with this state."""
         manifest, step = self.manifest, self.step
+        self._bring_basis()
         if not self.versions:
             self._round_own()
             return
         if manifest.weights_step(step) == step:  # a barrier, or the delay has not begun
-            self.versions[step % 2].flat.copy_(self.parameters)
+            self.room.upload(self.versions[step % 2].flat, self.parameters)
         later = self.versions[(step + 1) % 2].flat
         if manifest.is_predicted(step + 1):
             before, self._before = self._before, None
             assert before is not None, "`before_update` was not called"
-            later.copy_(torch.sub(self.parameters, before, out=before).add_(self.parameters))
+            self.room.upload(later, torch.sub(self.parameters, before, out=before).add_(self.parameters))
         else:
-            later.copy_(self.parameters)
+            self.room.upload(later, self.parameters)
 
     def _round_own(self) -> None:
         if self._own is not None and self._own.flat is not self.parameters:
-            self._own.flat.copy_(self.parameters)
+            self.room.upload(self._own.flat, self.parameters)
+
+    def _bring_basis(self) -> None:
+        """To the device; it may have moved."""
+        if self._near_basis is not None and self.basis is not None:
+            self._near_basis.copy_(self.basis)
+
+    def _empty_weights(self) -> Tensor:
+        return torch.empty_like(self.parameters, dtype=self.layout.weights_dtype, device=self.device)
 
     @property
     def tracks(self) -> bool:
@@ -150,7 +189,7 @@ class StageState:
 
     def new_accumulator(self) -> Accumulator:
         """An empty sum of this stage's gradients."""
-        return make_accumulator(self.manifest.batch.accumulate, self.gradient_size, self.device)
+        return make_accumulator(self.manifest.batch.accumulate, self.gradient_size, self.room.sums)
 
     def view(self, name: str) -> Tensor:
         """A parameter by its full name."""
@@ -198,7 +237,7 @@ class StageState:
         basis = first_basis(self.manifest) if self.manifest.boundary.kind != "dense" else None
         for slot in self.slots:
             value = initial_tensor(self.manifest, slot.spec, basis)
-            self.parameters[slot.span] = value.reshape(-1).to(self.device, self.dtype)
+            self.parameters[slot.span] = value.reshape(-1).to(self.room.home, self.dtype)
         start = 0
         for slot in self.layout.factored:
             assert self.right_factors is not None
@@ -213,18 +252,20 @@ class StageState:
             return []
         found = [self._flat[index] for index, spec in enumerate(self.layout.buffers) if spec.name in _VERSIONS]
         more = 2 - len(found)
-        return [*found, *(torch.empty_like(self.parameters, dtype=self.layout.weights_dtype) for _ in range(more))]
+        return [*found, *(self._empty_weights() for _ in range(more))]
 
     def _share_weights(self) -> None:
         """After loading: weights that the state does not name. They are the parameters."""
         self._before = None
+        self._bring_basis()
         self._round_own()
         if self.versions and not self.manifest.schedule.predict:
-            self.versions[(self.step + 1) % 2].flat.copy_(self.parameters)
+            self.room.upload(self.versions[(self.step + 1) % 2].flat, self.parameters)
 
     def _weights(self, flat: Tensor) -> Weights:
         """A module whose parameters are views of `flat`."""
-        module = Stage(self.manifest, self.plan, self.basis, self._table)
+        basis = self.basis if self._near_basis is None else self._near_basis
+        module = Stage(self.manifest, self.plan, basis, self._table)
         names = [slot.spec.name for slot in self.slots]
         assert sorted(dict(module.named_parameters())) == sorted(names), "the layout and the module disagree"
         parameters: list[Tensor] = []

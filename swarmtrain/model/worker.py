@@ -19,6 +19,7 @@ from swarmtrain.model.adamw import apply_adamw, project_gradient
 from swarmtrain.model.exact import Accumulator, Addition, squared_norm
 from swarmtrain.model.layout import EMBEDDING
 from swarmtrain.model.muon import apply_muon
+from swarmtrain.model.room import Room
 from swarmtrain.model.state import StageState, Weights
 from swarmtrain.model.subspace import carried, moved_basis
 
@@ -133,9 +134,8 @@ class StageWorker:
 
     def accumulate(self, gradients: Gradients, step: int | None = None, *, sign: int = 1) -> None:
         """Add a microbatch's gradients to its step's sum, or with sign -1 subtract them again, exactly."""
-        self._own_sum(self.state.step if step is None else step).add(
-            self.state.gradient_offsets, gradients.own, sign=sign
-        )
+        own = [None if item is None else self.state.room.for_sum(item) for item in gradients.own]
+        self._own_sum(self.state.step if step is None else step).add(self.state.gradient_offsets, own, sign=sign)
 
     def backward_into_sum(
         self, done: Pass, gradient: Tensor | None, step: int | None = None, *, sign: int = 1
@@ -177,7 +177,7 @@ class StageWorker:
     def apply(self, gradient_sum: Tensor, scale: float, learning_rate: float) -> None:
         """One optimizer step from a finished sum. To be followed by `enter_step`."""
         if self.state.gram is not None:
-            self.state.gram += gradient_sum[self.state.parameters.numel() :]
+            self.state.gram += gradient_sum[self.state.parameters.numel() :].to(self.state.gram.device)
         self.state.before_update()
         update = apply_muon if self.state.manifest.optimizer.kind == "muon" else apply_adamw
         update(self.state, gradient_sum, scale, learning_rate)
@@ -201,7 +201,7 @@ class StageWorker:
         if gradient_sum is not None:
             gram = gram + gradient_sum[self.state.parameters.numel() :].to(gram.device)
         basis = moved_basis(self.state.basis, gram.view(d, d), self.state.manifest.boundary.track_rate)
-        return basis.to(self.state.device, self.state.dtype)
+        return basis.to(self.state.room.home, self.state.dtype)
 
     def move_basis(self, basis: Tensor) -> None:
         """Switch to a new U: parameters and moments are carried over, a new tracking window starts.
@@ -243,7 +243,7 @@ class StageWorker:
         exits: list[Tensor] = []
         handles = []
         for parameter, offset in zip(done.parameters, offsets, strict=False):  # the Gram matrix is none of them
-            add = partial(_add_and_free, addition, offset)
+            add = partial(_add_and_free, self.state.room, addition, offset)
             handles.append(parameter.register_post_accumulate_grad_hook(add))  # type: ignore[no-untyped-call]
         if done.exit_state is not None:
             handles.append(done.exit_state.register_hook(exits.append))  # type: ignore[no-untyped-call]
@@ -258,7 +258,7 @@ class StageWorker:
         if exits:
             gram = self._gram(exits.pop())
             assert gram is not None
-            addition.add(offsets[-1], gram)
+            addition.add(offsets[-1], self.state.room.for_sum(gram))
         return done.boundary.grad if done.boundary is not None else None
 
     def _cancel(self, addition: Addition, done: Pass, gradient: Tensor | None, step: int) -> None:
@@ -269,10 +269,12 @@ class StageWorker:
         again = self.forward(done.tokens, done.boundary, step)
         own = self._gradients(again, gradient)[1]
         offsets = self.state.gradient_offsets
-        addition.cancel({offset: item for offset, item in zip(offsets, own, strict=True) if item is not None})
+        there = self.state.room.for_sum
+        addition.cancel({offset: there(item) for offset, item in zip(offsets, own, strict=True) if item is not None})
 
     def _output(self, weights: Weights, tokens: Tensor, boundary: Tensor | None) -> Tensor:
         ids, module = tokens[:, :-1], weights.module
+        self.state.room.ready()
         output: Tensor
         if self.state.plan.is_last:
             output = module.loss(ids, tokens[:, 1:], boundary)
@@ -287,10 +289,10 @@ class StageWorker:
         return (gradient.t() @ gradient).mul_(gradient.shape[0]).reshape(-1)
 
 
-def _add_and_free(addition: Addition, offset: int, parameter: Tensor) -> None:
+def _add_and_free(room: Room, addition: Addition, offset: int, parameter: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
-    addition.add(offset, gradient)
+    addition.add(offset, room.for_sum(gradient))
 
 
 def _check_upstream(gradient: Tensor | None) -> None:

@@ -193,6 +193,7 @@ async def open_assignment(
         steps,
         options.stage,
         options.device,
+        fit.way.offload,
         graph_budget_bytes=fit.graph_budget_bytes,
         make_store=lambda: SampleStore(options.state_dir, options.max_samples_bytes),
     )

@@ -232,7 +232,7 @@ class StageJobs:
         self.worker.apply(reduced.gradient, scale, learning_rate)
         reduced.commit()
         if basis is not None:
-            self.worker.move_basis(basis.to(self.worker.state.device))
+            self.worker.move_basis(basis.to(self.worker.state.room.home))
         self.worker.enter_step()
         self.worker.give_back(total)
         self._num_updates += 1

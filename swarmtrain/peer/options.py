@@ -19,7 +19,6 @@ from swarmtrain.run.manifest import Manifest
 from swarmtrain.units import show_gb
 
 AUTO = -1
-OFFLOADS = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def check_fit(manifest: Manifest, options: PeerOptions) -> Fit:
     plan = plan_stages(manifest)[options.stage]
     available = options.max_memory_bytes or free_bytes(options.device)
     if options.device == "cpu":
-        ways = cpu_choices(manifest, plan)
+        ways = cpu_choices(manifest, plan, Offload.STATE if options.offload == "on" else Offload.NOTHING)
         way = best(ways, 0, available)
         if way is None:
             raise HardwareError(

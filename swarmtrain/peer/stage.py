@@ -24,6 +24,7 @@ from swarmtrain.codec import Direction, Ticket
 from swarmtrain.codec.samples import SampleStore
 from swarmtrain.model.buffers import StateLayout
 from swarmtrain.model.exact import Accumulator
+from swarmtrain.model.footprint import Offload
 from swarmtrain.model.numeric_class import numeric_class
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
@@ -60,13 +61,14 @@ class Stage:
         steps: ComputeThread,
         index: int,
         device: str,
+        offload: Offload = Offload.NOTHING,
         *,
         graph_budget_bytes: int,
         make_store: Callable[[], SampleStore],
     ) -> Stage:
         """The stage's tensors are made on the thread that will use them."""
         built = await compute.run(
-            Kind.STEP, _NO_MICROBATCH, lambda: StageWorker(StageState(manifest, index, device=device))
+            Kind.STEP, _NO_MICROBATCH, lambda: StageWorker(StageState(manifest, index, device=device, offload=offload))
         )
         jobs = StageJobs(manifest, built.value, graph_budget_bytes=graph_budget_bytes, make_store=make_store)
         stage = cls(manifest, compute, steps, jobs)
