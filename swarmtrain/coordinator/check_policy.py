@@ -13,9 +13,10 @@ from enum import StrEnum
 
 from swarmtrain.chain.seals import Seal
 from swarmtrain.coordinator.books import PeerKey
+from swarmtrain.wire.messages import Way
 
 NEW_MICROBATCHES = 64  # decided ones, until which a peer is new
-NEW_FACTOR = 5.0  # new peers are checked so much more
+NEW_FACTOR = 5.0  # new peers are checked so much more; all of their first step is
 ODD_FACTOR = 5.0  # and so are peers whose routes have odd losses
 
 
@@ -29,7 +30,12 @@ class Draws:
     share: float
 
     def chance(self, num_decided: int, *, is_odd: bool) -> float:
-        """Of a microbatch of a peer, and of its sum, to be drawn."""
+        """Of a microbatch of a peer, and of its sum, to be drawn.
+
+        All work of its first step: so one that always lies never had part in an applied step.
+        """
+        if self.share and not num_decided:
+            return 1.0
         factor = (NEW_FACTOR if num_decided < NEW_MICROBATCHES else 1.0) * (ODD_FACTOR if is_odd else 1.0)
         return min(1.0, 0.5 * self.share * factor)
 
@@ -38,34 +44,27 @@ class Draws:
         return [microbatch for microbatch in microbatches if rng.random() < chance]
 
 
-class Side(StrEnum):
-    """What two neighbours say differently."""
-
-    FORWARD = "forward"  # the stage before sent another tensor than the next one received
-    BACKWARD = "backward"
-
-
 @dataclass(frozen=True)
 class Break:
     """Two neighbours' seals of a microbatch do not meet. `lower` is the stage of the one before."""
 
     microbatch: int
     lower: int
-    side: Side
+    way: Way
 
 
 def breaks(microbatch: int, seals: Sequence[Seal | None], first: bytes) -> list[Break]:
     """Where a route's seals do not meet. `first` is the seal of the tokens; a peer without a seal is passed over."""
     found = []
     if seals[0] is not None and seals[0].received != first:
-        found.append(Break(microbatch, -1, Side.FORWARD))
+        found.append(Break(microbatch, -1, Way.FORWARD))
     for lower, (one, other) in enumerate(itertools.pairwise(seals)):
         if one is None or other is None:
             continue
         if one.sent != other.received:
-            found.append(Break(microbatch, lower, Side.FORWARD))
+            found.append(Break(microbatch, lower, Way.FORWARD))
         if one.received_gradient != other.sent_gradient:
-            found.append(Break(microbatch, lower, Side.BACKWARD))
+            found.append(Break(microbatch, lower, Way.BACKWARD))
     return found
 
 

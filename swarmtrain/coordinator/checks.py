@@ -18,9 +18,11 @@ import numpy as np
 
 from swarmtrain import world
 from swarmtrain.chain.seals import ABSENT, Seal, digest_of, sealed_loss, unpacked
+from swarmtrain.chain.signatures import Parcel
 from swarmtrain.coordinator.admission import servers
 from swarmtrain.coordinator.books import PeerKey, StepBooks
 from swarmtrain.coordinator.check_policy import (
+    Break,
     Draws,
     Finding,
     Made,
@@ -37,8 +39,9 @@ from swarmtrain.errors import UsageError
 from swarmtrain.model.sizes import id_type
 from swarmtrain.observe.events import CheckUndecided, WorkBegunAnew, called
 from swarmtrain.p2p.errors import HostDownError, NetError
+from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.units import MIB
-from swarmtrain.wire.messages import MAX_CHECKED, Case, Check, Checked, FetchSeals, Seals
+from swarmtrain.wire.messages import MAX_CHECKED, Case, Check, Checked, FetchProof, FetchSeals, Proof, Seals, Way
 from swarmtrain.wire.schema import Message
 
 T = TypeVar("T")
@@ -50,6 +53,8 @@ CHECK_S = 30.0  # a checker has so long, and some of its own times for both pass
 CHECK_FACTOR = 4.0
 MAX_CHECK_S = 120.0  # after that the step is decided without its answer
 MAX_AT_ONCE = 64  # calls
+MAX_STRANGERS = 3  # steps; a coordinator that was restarted does not know who died before
+MAX_SETTLED = 64  # disputes between neighbours, at once
 MAX_TOKEN_BYTES = 16 * MIB
 
 Rosters = Mapping[int, Mapping[PeerKey, Sequence[int]]]
@@ -78,6 +83,7 @@ class Checks:
         self._drawn_sums: set[tuple[int, PeerKey, str]] = set()
         self._liars: list[Liar] = []
         self._places = asyncio.Semaphore(MAX_AT_ONCE)
+        self._strangers: dict[str, set[int]] = {}  # by receiver: the steps in which somebody unknown signed its tensors
         self.odd: set[str] = set()  # peers that are checked more
 
     @property
@@ -99,14 +105,14 @@ class Checks:
         rosters = {stage.stage: stage.shares for stage in prepared}
         if not await self._look(step, books, rosters):
             return False
-        if self._begin_broken(step, books, rosters):
-            await self._context.notify()
-            return False
-        await self._all(self._check(step, books, work, rosters, prepared) for work in self._sums(books, prepared))
+        is_broken = await self._begin_broken(step, books, rosters)
+        if not is_broken:
+            await self._all(self._check(step, books, work, rosters, prepared) for work in self._sums(books, prepared))
         for liar in self._liars:
             await self._exclude(step, liar)
-        is_clean = not self._liars
+        is_clean = not self._liars and not is_broken
         self._liars.clear()
+        await self._context.notify()
         return is_clean
 
     def _enter(self, step: int) -> None:
@@ -165,26 +171,66 @@ class Checks:
                     books.losses[microbatch] = losses[index]
         return is_whole
 
-    def _broken(self, step: int, books: StepBooks, rosters: Rosters) -> list[int]:
-        """Microbatches whose seals do not meet."""
+    def _broken(self, step: int, books: StepBooks, rosters: Rosters) -> dict[int, list[Break]]:
+        """Microbatches whose seals do not meet, and where; nowhere, if only the loss is another one."""
         of = members_of(rosters)
-        found = []
+        found = {}
         for microbatch in range(books.num_microbatches):
             round = books.round_of(microbatch)
             route = [(s, microbatch, round, of[s, microbatch]) for s in range(books.num_stages)]
             seals = [self._seals.get(claim) for claim in route]
-            first = digest_of(self._tokens(step, microbatch), b"")
+            where = breaks(microbatch, seals, digest_of(self._tokens(step, microbatch), b""))
             last = seals[-1]
-            is_other_loss = last is not None and last.sent != sealed_loss(books.losses[microbatch])
-            if is_other_loss or breaks(microbatch, seals, first):
-                found.append(microbatch)
+            if where or (last is not None and last.sent != sealed_loss(books.losses[microbatch])):
+                found[microbatch] = where
         return found
 
-    def _begin_broken(self, step: int, books: StepBooks, rosters: Rosters) -> bool:
+    async def _begin_broken(self, step: int, books: StepBooks, rosters: Rosters) -> bool:
+        """Where two neighbours say different things, one of them may be proven wrong; the work is done again anyway."""
         broken = self._broken(step, books, rosters)
+        where = [item for items in broken.values() for item in items][:MAX_SETTLED]
+        for liar in await self._all(self._settled(step, books, rosters, item) for item in where):
+            if liar is not None and all(known.member != liar.member for known in self._liars):
+                self._liars.append(liar)
         if broken:
-            self._begin_anew(step, broken, "what was sent and what was received differ")
+            self._begin_anew(step, list(broken), "what was sent and what was received differ")
         return bool(broken)
+
+    async def _settled(self, step: int, books: StepBooks, rosters: Rosters, where: Break) -> Liar | None:
+        """Who of two neighbours is proven to lie about a tensor between them: the signature that came with it tells."""
+        context, of, microbatch = self._context, members_of(rosters), where.microbatch
+        is_forward, round = where.way is Way.FORWARD, books.round_of(where.microbatch)
+        lower, upper = of.get((where.lower, microbatch)), of[where.lower + 1, microbatch]
+        if lower is None:
+            return Liar(
+                upper, f"it says that it received other tokens for microbatch {microbatch} than were sent to it"
+            )
+        sender, receiver = (lower, upper) if is_forward else (upper, lower)
+        stage = where.lower + (0 if is_forward else 1)  # of the sender
+        at = where.lower + (1 if is_forward else 0)
+        seal = self._seals[at, microbatch, round, receiver]
+        digest = seal.received if is_forward else seal.received_gradient
+        parcel = Parcel(context.run_id, stage, where.way, step, microbatch, round, digest)
+        request = FetchProof(context.run_id, context.term, at, step, microbatch, where.way)
+        try:
+            proof = await self._call(receiver[0], request, SEAL_S)
+        except CallRefused:
+            proof = Proof("", b"")
+        except NetError:
+            return None
+        if not isinstance(proof, Proof):
+            proof = Proof("", b"")
+        what = f"{'output' if is_forward else 'gradient'} for microbatch {microbatch}"
+        if not parcel.is_signed(proof.signer, proof.signature):
+            return Liar(receiver, f"nobody has signed the {what} that it says it received in step {step + 1}")
+        if proof.signer == sender[0]:
+            return Liar(sender, f"it has signed another {what} in step {step + 1} than it says it sent")
+        if context.members.was_heard(proof.signer) or context.tally.contributed[proof.signer]:
+            return None  # from a peer that is gone
+        steps = self._strangers.setdefault(receiver[0], set())  # anybody can make a key, and sign with it
+        steps.add(step)
+        is_usual = len(steps) >= MAX_STRANGERS
+        return Liar(receiver, f"strangers have signed the {what} in step {step + 1}") if is_usual else None
 
     # -- draws
 

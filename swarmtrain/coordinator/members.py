@@ -13,6 +13,7 @@ from swarmtrain.wire.peer_report import HOLDS_STATE, PeerReport
 SILENT_S = 10.0  # a peer without a heartbeat for this long is lost
 METRICS_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,64}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 _FOLLOWS = ("joining", "syncing", "serving")  # in these states a peer may apply a step before its next heartbeat
+MAX_HEARD = 1 << 16
 MAX_EXCLUDED = 4096  # how many are remembered; an older one that comes back is judged by its state alone
 
 
@@ -80,11 +81,16 @@ class Members:
     def __init__(self) -> None:
         self._by_peer: dict[str, Member] = {}
         self._admitted: dict[int, set[str]] = {}  # by stage; as `was_admitted` says
+        self._heard: OrderedDict[str, None] = OrderedDict()  # peers that were ever here, the newest last
         self._excluded: OrderedDict[tuple[str, str], int] = OrderedDict()  # the step; until they are told to serve
 
     def heartbeat(self, peer_id: str, beat: Heartbeat, now: float) -> Member | None:
         """Note a heartbeat. Returns the former incarnation if the peer has restarted."""
         former, report = self._by_peer.get(peer_id), beat.report
+        self._heard[peer_id] = None
+        self._heard.move_to_end(peer_id)
+        while len(self._heard) > MAX_HEARD:
+            self._heard.popitem(last=False)
         self._disown(former)
         is_same = former is not None and former.key == (peer_id, report.incarnation) and former.stage == report.stage
         excluded_at = self._excluded.get((peer_id, report.incarnation))
@@ -110,6 +116,10 @@ class Members:
     def get(self, peer_id: str) -> Member | None:
         """The current incarnation of a peer; None if it is lost or unknown."""
         return self._by_peer.get(peer_id)
+
+    def was_heard(self, peer_id: str) -> bool:
+        """Whether a peer has ever been a member, as far as is remembered."""
+        return peer_id in self._heard
 
     def name(self, peer_id: str) -> str:
         """What its owner calls a peer; empty if it is unknown."""

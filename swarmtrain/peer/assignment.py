@@ -213,6 +213,7 @@ async def open_assignment(
         authority=link,
         faults=replace(options.faults, cut=node.cut),
         shares_work=options.route in STEALING_POLICIES,
+        sign=host.identity.sign if manifest.checks.share else None,
         exclusions=exclusions,
     )
     clock = StepClock(peer, manifest, min(MAX_LEDGER_BYTES, fit.available_bytes // 4))

@@ -18,7 +18,20 @@ from swarmtrain.peer.ledger import Entry, Raw
 from swarmtrain.peer.stage import Stage
 from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.rpc.exchange import Exchange
-from swarmtrain.wire.messages import Case, Check, Checked, Code, FetchKept, FetchSeals, Kept, KeptTensor, Seals
+from swarmtrain.wire.messages import (
+    Case,
+    Check,
+    Checked,
+    Code,
+    FetchKept,
+    FetchProof,
+    FetchSeals,
+    Kept,
+    KeptTensor,
+    Proof,
+    Seals,
+    Way,
+)
 
 FETCH_S = 20.0  # a tensor of a neighbour's ledger
 MAX_CASES = 2  # whose tensors are here at once, and not computed yet
@@ -53,6 +66,18 @@ class Checking:
             return ABSENT
         loss = entry.answer.loss if self._stage.state.plan.is_last else None
         return seal(entry.tokens, entry.boundary, entry.output, loss, entry.gradient, entry.answer.gradient)
+
+    async def fetch_proof(self, request: FetchProof, exchange: Exchange) -> Proof:
+        """Who has signed what this peer received."""
+        peer = self._peer
+        await peer.check_coordinator(exchange.peer_id, request.run, request.term, request.stage)
+        ledger = self._clock.known_ledger(request.step)
+        entry = ledger.get(request.microbatch) if ledger is not None else None
+        if entry is None:
+            raise peer.refuse(Code.UNKNOWN, f"({request.step}, {request.microbatch}) is not kept here")
+        if request.way is Way.FORWARD:
+            return Proof(entry.caller, entry.signature)
+        return Proof(entry.callee, entry.callee_signature)
 
     async def fetch_kept(self, request: FetchKept, exchange: Exchange) -> KeptTensor:
         """A tensor that passed between this peer and one that is checked, for the peer that checks it."""

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from swarmtrain.chain.exclusions import Exclusions
+from swarmtrain.chain.signatures import Sign
 from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.split import MicrobatchTimes
 from swarmtrain.rpc.errors import Refusal
@@ -77,6 +78,7 @@ class PeerIdentity:
     authority: Authority
     faults: Faults = field(default_factory=Faults)
     shares_work: bool = True  # with the others of the stage
+    sign: Sign | None = None  # with its key; None where peers do not check each other
     state: PeerState = PeerState.JOINING
     term: int = 0
     state_term: int = 0  # in which it came to its state: no later one has taken that back, as far as this peer knows

@@ -45,6 +45,9 @@ class Entry:
     callers: dict[Exchange, None] = field(default_factory=dict)  # that wait for the answer, in the order of arrival
     hops: dict[int, Hop] = field(default_factory=dict)  # the peers that have it downstream, as far as known
     caller: str = ""  # the peer that sent it first
+    signature: bytes = b""  # of its input, by that peer
+    callee: str = ""  # the peer of the next stage that has answered
+    callee_signature: bytes = b""  # of the gradient, by that peer
     was_stolen: bool = False  # another peer of the stage has given it away
     stolen_by: str = ""  # the thief
     caller_busy_until: float = 0.0  # time of the loop until which the caller has other work, as it said

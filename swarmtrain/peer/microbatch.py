@@ -25,6 +25,7 @@ from swarmtrain.peer.compute import Withdrawn
 from swarmtrain.peer.identity import PeerIdentity, PeerState
 from swarmtrain.peer.jobs import Outcome, StaleWork
 from swarmtrain.peer.ledger import Entry, Ledger, Raw
+from swarmtrain.peer.parcels import Parcels
 from swarmtrain.peer.stage import Stage
 from swarmtrain.peer.step_clock import StepClock
 from swarmtrain.peer.work_stealing import Thief
@@ -64,6 +65,7 @@ class Microbatches:
         """`dispatcher` calls the next stage; None on the last one. A queue of `max_queue` jobs is full."""
         self._peer, self._clock, self._stage = peer, clock, stage
         self._dispatcher, self._thief, self._max_queue = dispatcher, thief, max_queue
+        self._parcels = Parcels(peer.run_id, peer.stage, peer.sign)
 
     async def work(self, work: Work, exchange: Exchange) -> Done:
         """Have a microbatch done. Asked again for a finished one, answers from the ledger."""
@@ -82,6 +84,8 @@ class Microbatches:
             return entry.answer
         is_first = entry is None
         if entry is None:
+            if not self._parcels.is_from(work, exchange.peer_id):
+                raise peer.refuse(Code.BAD_TENSOR, "its sender has not signed it")
             entry = self._open(ledger, work, exchange)
             serving = self._serve(ledger, entry, work, _left_s(exchange))
             entry.task = asyncio.create_task(serving, name=f"microbatch {work.microbatch}")
@@ -123,7 +127,7 @@ class Microbatches:
         entry = ledger.open(work.microbatch, bytes(work.tokens), bytes(work.boundary), round=work.round)
         entry.hops = {hop.stage: hop for hop in work.hints}
         entry.generation = self._stage.jobs.generation
-        entry.caller = exchange.peer_id
+        entry.caller, entry.signature = exchange.peer_id, bytes(work.signature)
         entry.was_stolen = work.is_stolen
         if work.is_stolen:
             self._thief.stolen_work_came()
@@ -145,7 +149,8 @@ class Microbatches:
                 entry.with_mask = await self._stage.with_mask(entry, step, answer.gradient)
             except BadTensor as error:
                 raise self._as_refusal(error) from error
-        return replace(answer, gradient=entry.with_mask)
+        signature = self._parcels.signed_gradient(entry, entry.with_mask)
+        return replace(answer, gradient=entry.with_mask, signature=signature)
 
     async def _give_up_sticky(self, entry: Entry, caller: str) -> None:
         """The caller asks again: it could not decode the difference, or never got it. The next one goes whole."""
@@ -178,6 +183,7 @@ class Microbatches:
             boundary=entry.output,
             round=entry.round,
         )
+        work = replace(work, signature=self._parcels.signed_output(work))
         check = partial(self._check_answer, entry, work, keep=False)
         try:
             with stage.split.during(Part.WIRE):
@@ -206,7 +212,7 @@ class Microbatches:
             peer.faults.hit(Point.AFTER_FORWARD)
             spent.queue_s, spent.forward_s = timed.queue_s, timed.run_s
             if self._dispatcher is None:
-                answer = self._answer(spent, timed.value.payload, timed.value.loss)
+                answer = self._answer(entry, spent, timed.value.payload, timed.value.loss)
             else:
                 downstream, gradient = await self._downstream_gradient(entry, work, timed.value, partner, deadline_s)
                 peer.faults.hit(Point.BEFORE_BACKWARD)
@@ -214,7 +220,8 @@ class Microbatches:
                 back = await stage.backward(entry, work.step, gradient)
                 spent.queue_s += back.queue_s
                 spent.backward_s = back.run_s
-                answer = self._answer(spent, back.value.payload, downstream.loss, downstream)
+                entry.callee, entry.callee_signature = downstream.route[0].peer_id, bytes(downstream.signature)
+                answer = self._answer(entry, spent, back.value.payload, downstream.loss, downstream)
         except Withdrawn as withdrawn:
             ledger.drop(entry)
             raise peer.refuse(Code.REDIRECTED, "stolen", redirect_to=entry.stolen_by) from withdrawn
@@ -290,6 +297,8 @@ class Microbatches:
             backlog_s=stage.compute.backlog_s(),
             round=work.round,
         )
+        if not work.evaluate:
+            request = replace(request, signature=self._parcels.signed_output(request))
         self._tell(entry, ())
 
         def progress(item: Progress) -> None:
@@ -363,6 +372,8 @@ class Microbatches:
         if [hop.stage for hop in done.route] != list(range(work.stage, self._stage.manifest.stages.count)):
             raise ValueError("an answer whose route does not lead through all stages")
         if not work.evaluate:
+            if not self._parcels.is_answer_of(entry, done):
+                raise ValueError("an answer that is not signed by the peer that its route names")
             await self._stage.check_gradient(entry, work.step, done.gradient, keep=keep)
 
     def _tell(self, entry: Entry, hops: tuple[Hop, ...]) -> None:
@@ -373,7 +384,7 @@ class Microbatches:
         for exchange in entry.callers:
             exchange.progress(item)
 
-    def _answer(self, spent: _Spent, payload: bytes, loss: float, downstream: Done | None = None) -> Done:
+    def _answer(self, entry: Entry, spent: _Spent, payload: bytes, loss: float, downstream: Done | None = None) -> Done:
         return Done(
             loss=loss,
             route=(self._peer.hop, *(downstream.route if downstream is not None else ())),
@@ -383,6 +394,7 @@ class Microbatches:
             gradient=payload,
             load_s=self._load_s,
             waited_s=spent.queue_s + (downstream.waited_s if downstream is not None else 0.0),
+            signature=self._parcels.signed_gradient(entry, payload),
         )
 
     @property

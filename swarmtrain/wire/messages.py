@@ -26,6 +26,7 @@ from swarmtrain.wire.field_types import (
     RunId,
     SealDigest,
     Seconds,
+    Signature,
     StageIndex,
     Step,
     Term,
@@ -92,6 +93,7 @@ class Work(Message):
     backlog_s: Seconds = 0.0  # other work that the caller has to do, when it sends this
     is_stolen: bool = False  # a peer of the stage was redirected from it: it is not stolen again
     round: Round = 0  # how often it was begun anew on all stages, because work on it was found to be wrong
+    signature: Signature = b""  # of what is sent, by its sender: chain/signatures.py
 
 
 @message(kind="done", priority=Priority.BOUNDARY)
@@ -106,6 +108,7 @@ class Done(Message):
     gradient: Annotated[Blob, MaxLength(256 * MIB)]  # empty for stage 0 and for validation
     load_s: Seconds = 0.0  # both passes of everything that the callee holds now
     waited_s: Seconds = 0.0  # in queues and at their limits, here and downstream, detours of stolen work included
+    signature: Signature = b""  # of the gradient, by the callee
 
 
 @message(kind="progress", priority=Priority.CONTROL)
@@ -442,6 +445,34 @@ class Seals(Message):
     losses: Annotated[bytes, MaxLength(8 * MIB)] = b""  # from the last stage, which alone knows them: float64
 
 
+class Way(StrEnum):
+    """Which way a tensor was sent."""
+
+    FORWARD = "forward"  # to the next stage
+    BACKWARD = "backward"
+
+
+@message(kind="fetch_proof", priority=Priority.CONTROL)
+class FetchProof(Message):
+    """To a peer that has received another tensor than its neighbour says that it sent: who has signed it?
+    Answer: `Proof`."""
+
+    run: RunId
+    term: Term
+    stage: StageIndex
+    step: Step
+    microbatch: MicrobatchIndex
+    way: Way
+
+
+@message(kind="proof", priority=Priority.CONTROL)
+class Proof(Message):
+    """The sender's signature, as it came with the tensor."""
+
+    signer: PeerId
+    signature: Signature
+
+
 class Kept(StrEnum):
     """Which tensor of a ledger's entry is wanted."""
 
@@ -560,6 +591,8 @@ MESSAGES = Registry(
     ChunkDigests,
     FetchSeals,
     Seals,
+    FetchProof,
+    Proof,
     FetchKept,
     KeptTensor,
     Check,

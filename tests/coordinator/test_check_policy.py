@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from swarmtrain.chain.seals import ABSENT, Seal, digest_of, packed, seal, sealed_loss, unpacked
-from swarmtrain.coordinator.check_policy import Break, Draws, Finding, Made, Side, breaks, judged, what_differs
+from swarmtrain.coordinator.check_policy import Break, Draws, Finding, Made, breaks, judged, what_differs
 from swarmtrain.coordinator.rounds import Rounds
+from swarmtrain.wire.messages import Way
 
 TOKENS = b"tokens"
 
@@ -33,20 +34,20 @@ def test_an_honest_route_is_a_chain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "changed", "lower", "side"),
+    ("stage", "changed", "lower", "way"),
     [
-        (0, "received", -1, Side.FORWARD),
-        (0, "sent", 0, Side.FORWARD),
-        (1, "received", 0, Side.FORWARD),
-        (1, "sent_gradient", 0, Side.BACKWARD),
-        (1, "received_gradient", 1, Side.BACKWARD),
-        (2, "received", 1, Side.FORWARD),
+        (0, "received", -1, Way.FORWARD),
+        (0, "sent", 0, Way.FORWARD),
+        (1, "received", 0, Way.FORWARD),
+        (1, "sent_gradient", 0, Way.BACKWARD),
+        (1, "received_gradient", 1, Way.BACKWARD),
+        (2, "received", 1, Way.FORWARD),
     ],
 )
-def test_a_changed_seal_breaks_the_chain_where_it_is(stage: int, changed: str, lower: int, side: Side) -> None:
+def test_a_changed_seal_breaks_the_chain_where_it_is(stage: int, changed: str, lower: int, way: Way) -> None:
     seals = route()
     seals[stage] = replace(seals[stage], **{changed: bytes(16)})
-    assert found([*seals]) == [Break(4, lower, side)]
+    assert found([*seals]) == [Break(4, lower, way)]
 
 
 def test_other_tokens_break_the_chain() -> None:
@@ -76,9 +77,10 @@ def test_half_of_the_share_goes_into_each_kind() -> None:
 
 def test_new_and_odd_peers_are_drawn_more_often_and_never_more_than_always() -> None:
     draws = Draws(0.02)
-    assert draws.chance(0, is_odd=False) == pytest.approx(5 * draws.chance(64, is_odd=False))
+    assert draws.chance(0, is_odd=False) == 1.0
+    assert draws.chance(1, is_odd=False) == pytest.approx(5 * draws.chance(64, is_odd=False))
     assert draws.chance(64, is_odd=True) == pytest.approx(5 * draws.chance(64, is_odd=False))
-    assert Draws(1.0).chance(0, is_odd=True) == 1.0
+    assert Draws(1.0).chance(1, is_odd=True) == 1.0
     assert Draws(0.0).chance(0, is_odd=True) == 0.0
 
 

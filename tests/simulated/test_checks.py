@@ -9,10 +9,19 @@ import pytest
 from swarmtrain.observe.events import PeerExcluded
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.simulated.judge import References, judge
+from swarmtrain.simulated.liars import (
+    accuse,
+    changes,
+    lie_backward,
+    lie_forward,
+    lie_in_sum,
+    seal_other_than_received,
+    send_other_than_sealed,
+    start_with,
+)
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 
 from .conftest import Make
-from .liars import accuse, changes, lie_backward, lie_forward, lie_in_sum, start_with
 from .scenes import assert_reference, every_third, said, tiny, wait_step
 
 STAGES = [0, 0, 0, 1, 1, 1, 2, 2]  # and one more of stage 2
@@ -98,6 +107,25 @@ def test_a_peer_that_accuses_an_honest_one_is_excluded_itself(simulated: Make, r
     start_with(swarm, STAGES, {"peer4": accuse})
     assert_found(swarm, "peer4", references)
     assert "to check another peer" in excluded(swarm)[0].reason
+
+
+def test_a_peer_that_sends_other_tensors_than_it_seals_is_proven_wrong_by_its_signature(
+    simulated: Make, references: References
+) -> None:
+    """Its own check would agree: it seals what is right."""
+    swarm = simulated(checked())
+    start_with(swarm, STAGES, {"peer3": partial(send_other_than_sealed, change=changes()["noisy"])})
+    assert_found(swarm, "peer3", references)
+    assert "signed another output" in excluded(swarm)[0].reason
+
+
+def test_a_peer_that_says_it_received_something_else_has_no_signature_to_show(
+    simulated: Make, references: References
+) -> None:
+    swarm = simulated(checked())
+    start_with(swarm, STAGES, {"peer3": seal_other_than_received})
+    assert_found(swarm, "peer3", references)
+    assert "nobody has signed" in excluded(swarm)[0].reason
 
 
 def test_of_two_peers_of_a_stage_nobody_is_excluded(simulated: Make, references: References) -> None:

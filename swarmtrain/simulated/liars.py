@@ -9,29 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarmtrain.codec import Direction, MessageContext, decode
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
+from swarmtrain.wire.messages import FetchSeals
 
 Change = Callable[[Tensor], Tensor]
 
 
 def constant(tensor: Tensor) -> Tensor:
+    """The same number everywhere."""
     return torch.full_like(tensor, 0.01)
 
 
 def drawn(tensor: Tensor) -> Tensor:
+    """Noise of the same size."""
     generator = torch.Generator().manual_seed(7)
     return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * tensor.std()
 
 
 def scaled(tensor: Tensor) -> Tensor:
+    """Half as much again."""
     return 1.5 * tensor
 
 
 def flipped(tensor: Tensor) -> Tensor:
+    """The other sign."""
     return -tensor
 
 
 def noisy(tensor: Tensor) -> Tensor:
+    """Off by a millionth."""
     return tensor * (1.0 + 1e-6 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
 
 
@@ -87,6 +94,32 @@ def start_with(swarm: SimulatedSwarm, stages: list[int], liars: dict[str, Callab
         begin(swarm.lives[name])
     swarm.run_for(5.0)  # heartbeats
     swarm.start_peer("last", stages[-1])
+
+
+def send_other_than_sealed(life: Life, change: Change) -> None:
+    """What it seals is right, and what it sends to the next stage is not."""
+    jobs = _jobs(life)
+    honest = jobs.forward
+
+    def forward(entry: Any, step: int, partner: str = "") -> Any:
+        outcome = honest(entry, step, partner)
+        sent = jobs.codecs.encode_once(
+            Direction.FORWARD, change(_decoded(outcome.payload)), step, entry.microbatch, entry.tokens
+        )
+        return replace(outcome, payload=sent.payload)
+
+    jobs.forward = forward
+
+
+def seal_other_than_received(life: Life) -> None:
+    """It says that its neighbours have sent something else."""
+    checking = life.daemon._handlers[FetchSeals].__self__
+    honest = checking._seal
+    checking._seal = lambda entry: replace(honest(entry), received=bytes(16))
+
+
+def _decoded(payload: bytes) -> Tensor:
+    return decode(payload, MessageContext(0, Direction.FORWARD)).tensor
 
 
 def accuse(life: Life) -> None:
