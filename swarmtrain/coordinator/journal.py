@@ -253,7 +253,10 @@ class Journal:
         """All exclusions and readmissions, in order."""
         columns = "number, at, step, peer, name, reason, is_lifted"
         rows = self._db.execute(f"SELECT {columns} FROM exclusions ORDER BY number").fetchall()
-        return [ExclusionRow(*said, bool(is_lifted)) for *said, is_lifted in rows]
+        return [
+            ExclusionRow(number, at, step, peer, name, reason, bool(is_lifted))
+            for number, at, step, peer, name, reason, is_lifted in rows
+        ]
 
     def curve(self, max_points: int) -> list[PastStep]:
         """The run's history: see `read_curve`."""
