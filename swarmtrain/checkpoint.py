@@ -39,10 +39,11 @@ class StoredStage:
     layout: StateLayout
     buffers: list[Tensor]
     chunks: list[bytes]  # digests, in order
+    step: int
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name."""
-        return dict(self.layout.named(self.buffers))
+        return dict(self.layout.named(self.buffers, self.step))
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Checkpoint(Index):
                 raise CheckpointError(f"{path} has {num_bytes} bytes, should have {entry.num_bytes}", fix=FIX)
             if known_digests is None and _sha256(path) != entry.sha256:
                 raise CheckpointError(f"{path} is damaged: its hash differs from the one in {FILE}", fix=FIX)
-            buffers = _read_buffers(path, layout)
+            buffers = _read_buffers(path, layout, self.step)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}", fix=FIX) from error
         except SafetensorError as error:
@@ -79,7 +80,7 @@ class Checkpoint(Index):
             raise CheckpointError(
                 f"stage {index} of {self.path} is not the state of step {self.step} with the digest in {FILE}", fix=FIX
             )
-        return StoredStage(layout, buffers, chunks)
+        return StoredStage(layout, buffers, chunks, self.step)
 
     def restore(self, state: StageState) -> None:
         """Put the stage of `state` into this checkpoint's state."""
@@ -113,10 +114,10 @@ def other_data(what: str, source: str, there: str, here: str) -> DataError:
     )
 
 
-def _read_buffers(path: Path, layout: StateLayout) -> list[Tensor]:
+def _read_buffers(path: Path, layout: StateLayout, step: int) -> list[Tensor]:
     """The tensors of a file in their places. CheckpointError unless they are exactly those of the layout."""
     buffers = layout.empty()
-    wanted = dict(layout.named(buffers))
+    wanted = dict(layout.named(buffers, step))
     with safe_open(path, framework="pt") as file:
         if odd := sorted(wanted.keys() ^ set(file.keys())):
             raise CheckpointError(f"{path} has other tensors than its stage, first {odd[0]!r:.80}", fix=FIX)
@@ -128,7 +129,7 @@ def _read_buffers(path: Path, layout: StateLayout) -> list[Tensor]:
                     fix=FIX,
                 )
             place.copy_(found)
-    layout.complete(buffers)
+    layout.complete(buffers, step)
     return buffers
 
 

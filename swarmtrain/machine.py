@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from swarmtrain.courtesy.sensors import MachineSensors, Sensors
 from swarmtrain.observe.control import Command, ControlServer
 from swarmtrain.observe.http import Handler, HttpServer, parse_address, same_port_as_before
 from swarmtrain.p2p.host import Host
@@ -42,6 +43,10 @@ class Machine(Protocol):
         """Answer HTTP on HOST:PORT, which `option` named; port 0: a free one, if possible that of `note`."""
 
 
+    def sensors(self, gpu_index: int | None) -> Sensors:
+        """What it says of itself and its owner; None: of no GPU."""
+
+
 class ThisMachine:
     """The computer that this process runs on."""
 
@@ -63,3 +68,7 @@ class ThisMachine:
         host, port = parse_address(address, option)
         await server.start(*(same_port_as_before(host, port, note) if note is not None else (host, port)))
         return server
+
+    def sensors(self, gpu_index: int | None) -> Sensors:
+        """See `Machine`."""
+        return MachineSensors(gpu_index)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 
-async def wait_event(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait until `event` is set, at most `timeout_s`; whether it is set."""
+async def wait_event(event: asyncio.Event, timeout_s: float | None) -> bool:
+    """Wait until `event` is set, at most `timeout_s` if that is not None; whether it is set."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

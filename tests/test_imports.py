@@ -19,6 +19,7 @@ FLOORS = [
     {"p2p", "route", "data", "boundary", "checkpoint_index"},
     {"rpc", "directory"},
     {"reduce", "observe"},
+    {"courtesy"},
     {"checkpoint", "machine"},
     {"chain"},
     {"peer", "coordinator", "sim", "reference"},

@@ -21,6 +21,7 @@ ROOMS = (
     "codec",
     "model",
     "observe",
+    "courtesy",
     "run",
 )
 

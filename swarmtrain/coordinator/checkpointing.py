@@ -57,6 +57,7 @@ class Checkpoints:
         self._loaded = LoadedStages()
         self.failure: Exception | None = None  # why the last attempt to write a checkpoint failed, if it did
         self.fetching = CheckpointFetch(context)
+        self._one_at_a_time = asyncio.Lock()
         if self.newest is not None:
             self.newest.check_run(context.manifest)
             self.newest.check_data(data_digest)
@@ -74,6 +75,10 @@ class Checkpoints:
 
     async def write(self, step: int, digests: Sequence[str], keepers: Sequence[Sequence[str]]) -> bool:
         """Fetch every stage's state from its keepers and write a checkpoint; False (and an event) if that failed."""
+        async with self._one_at_a_time:
+            return self.step >= step or await self._write(step, digests, keepers)
+
+    async def _write(self, step: int, digests: Sequence[str], keepers: Sequence[Sequence[str]]) -> bool:
         context = self._context
         writer = CheckpointWriter(self.directory, context.manifest, step, 0, data_digest=self._data_digest)
         try:
@@ -104,7 +109,7 @@ class Checkpoints:
             download = Download(context.node, context.run_id, layout, writer.step, digest)
             await self.fetching.fetch(download, keepers[stage])
             writer.basis_epoch = download.basis_epoch
-            tensors = dict(layout.named(download.buffers))
+            tensors = dict(layout.named(download.buffers, writer.step))
             await world.in_thread(partial(writer.write_stage, stage, tensors, digest))
             context.faults.hit(Point.CHECKPOINT_WRITE)
         return await world.in_thread(writer.commit)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from swarmtrain import world
 from swarmtrain.coordinator.admission import judge, some_donors
 from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.keeping import is_only_holder
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.split_brain import check_peers
 from swarmtrain.observe.events import PeerJoined, PeerLost
@@ -81,6 +82,7 @@ class Heartbeats:
             donors=some_donors(offer.donors, self._rng) if offer else (),
             exclusions=context.bans.exclusions.after(beat.exclusions),
             redone=context.rounds.packed(context.books.keys()),
+            is_only=is_only_holder(member, context.members, context.standing, context.stages[report.stage]),
         )
         verdict = self._with_progress(verdict, peer_id)
         return verdict if verdict.reason else self._explained(verdict, member)

@@ -12,10 +12,19 @@ from swarmtrain.coordinator.apply import Applies, StepResult
 from swarmtrain.coordinator.checkpointing import Checkpoints, codecs_remember, explained
 from swarmtrain.coordinator.context import RunContext, Wait
 from swarmtrain.coordinator.election import elected
+from swarmtrain.coordinator.keeping import holders, last_holders
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.steps import StepDriver
 from swarmtrain.errors import StorageError
-from swarmtrain.observe.events import CheckpointFailed, RunEnded, RunResumes, RunRolledBack, RunWaits, StepApplied
+from swarmtrain.observe.events import (
+    CheckpointFailed,
+    LastHolder,
+    RunEnded,
+    RunResumes,
+    RunRolledBack,
+    RunWaits,
+    StepApplied,
+)
 from swarmtrain.wire.peer_report import TAKES_NO_WORK
 
 T = TypeVar("T")
@@ -51,6 +60,7 @@ class Run:
         # Elsewhere than at a barrier a checkpoint would not restore all that the run goes on with.
         self._only_at_barriers = codecs_remember(context.manifest) or context.manifest.schedule.delay > 0
         self._held_up: Wait | None = None  # what keeps the last checkpoint from being written
+        self._saved_at = float("-inf")  # when the last attempt began to save what a leaving peer alone has
         self.last: StepApplied | None = None
         self._val_loss: float | None = None
 
@@ -105,6 +115,7 @@ class Run:
         while True:
             await asyncio.sleep(WATCH_S)
             now, run = asyncio.get_running_loop().time(), context.standing
+            self._save_before_it_goes(now)
             has_newest = run.step == self._checkpoints.step and not run.is_applying  # a roll-back would lead here
             for stage in range(context.manifest.stages.count):
                 serving = context.members.of_stage(stage, "serving")
@@ -117,6 +128,28 @@ class Run:
                     since.pop(stage, None)
                 elif now - since.setdefault(stage, now) > ROLL_BACK_AFTER_S:
                     return stage
+
+    def _save_before_it_goes(self, now: float) -> None:
+        """Begin a checkpoint of the run's step if a peer that leaves or rests alone has the state of its stage.
+
+        At any step, also where `checkpoint.every` would not put one: the alternative is to take steps back. Codecs that
+        remember begin anew behind it if it is restored, as they do for every newcomer.
+        """
+        context, run = self._context, self._context.standing
+        is_writing = self._writing is not None and not self._writing.done()
+        if is_writing or now - self._saved_at < MAX_FETCH_RETRY_S:
+            return
+        last = last_holders(context.members, run, context.stages)
+        found = holders(context.members, run, context.stages) if last else None
+        if found is None:
+            return
+        self._saved_at = now
+        for member in last:
+            context.events.emit(LastHolder(member.peer_id, member.stage, run.step, member.state, member.name))
+        digests = [book.digest or one[0].report.state_digest for book, one in zip(context.stages, found, strict=True)]
+        keepers = [[member.peer_id for member in members] for members in found]
+        self._writing_step = run.step
+        self._writing = context.in_background(self._checkpoints.write(run.step, digests, keepers))
 
     def _is_doubted(self, member: Member) -> bool:
         """Whether its link has been broken for a while: it is probably gone, long before it counts as lost."""

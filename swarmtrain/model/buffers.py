@@ -1,8 +1,8 @@
 """The flat buffers of a stage's state: where every tensor lies, and how the state is cut into chunks. No allocation.
 
 With `schedule.delay` the weights that open steps compute with belong to the state: whoever has it can compute every
-open step. A checkpoint does not hold them, since it is a barrier: there they are the parameters. Where microbatches
-compute in bf16, such weights are bf16 copies.
+open step. A checkpoint at a barrier does not hold them: there they are the parameters. Where microbatches compute in
+bf16, such weights are bf16 copies.
 
 All tensors of a stage lie in one flat buffer each for parameters, first and second moments, every tensor at a multiple
 of 64 bytes, so that kernels see the same alignment in every split.
@@ -117,8 +117,13 @@ class StateLayout:
         """Of the whole state."""
         return sum(buffer.num_bytes for buffer in self.buffers)
 
-    def named(self, buffers: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the state by name, as views of `buffers`: what a checkpoint keeps."""
+    def keeps_weights(self, step: int) -> bool:
+        """Whether the open steps compute with other weights than the parameters of `step`. Never at a barrier."""
+        manifest = self.manifest
+        return self.is_delayed and (manifest.weights_step(step) != step or manifest.is_predicted(step + 1))
+
+    def named(self, buffers: Sequence[Tensor], step: int) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the state after `step` steps by name, as views of `buffers`: what a checkpoint keeps."""
         parameters, first, second = buffers[:3]
         for slot in self.slots:
             yield f"parameter/{slot.spec.name}", parameters[slot.span].view(slot.spec.shape)
@@ -132,10 +137,13 @@ class StateLayout:
             yield GRAM, buffers[4]
         if (factors := self.index("right_factors")) is not None:
             yield "reduce/right_factors", buffers[factors]
+        for name in (WEIGHTS, NEXT_WEIGHTS) if self.keeps_weights(step) else ():
+            if (weights := self.index(name)) is not None:
+                yield f"delay/{name}", buffers[weights]
 
-    def complete(self, buffers: Sequence[Tensor]) -> None:
+    def complete(self, buffers: Sequence[Tensor], step: int) -> None:
         """Fill in what a checkpoint leaves out, from what it holds: at a barrier all weights are the parameters."""
-        for name in (WEIGHTS, NEXT_WEIGHTS):
+        for name in () if self.keeps_weights(step) else (WEIGHTS, NEXT_WEIGHTS):
             if (weights := self.index(name)) is not None:
                 buffers[weights].copy_(buffers[0])
 

@@ -123,10 +123,14 @@ class StageState:
     @property
     def buffers(self) -> list[Tensor]:
         """All of the state, in the layout's order."""
+        return self._buffers_at(self.step)
+
+    def _buffers_at(self, step: int) -> list[Tensor]:
+        """The same when so many steps are applied."""
         own = [self._flat[index] for index, spec in enumerate(self.layout.buffers) if spec.name not in _VERSIONS]
         if not self.versions:
             return own
-        now, later = self.versions[self.step % 2].flat, self.versions[(self.step + 1) % 2].flat
+        now, later = self.versions[step % 2].flat, self.versions[(step + 1) % 2].flat
         return [*own, now, later] if self.manifest.schedule.predict else [*own, now]
 
     def weights(self, step: int) -> Weights:
@@ -198,11 +202,11 @@ class StageState:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything that a checkpoint keeps, in a fixed order, as views."""
-        return self.layout.named(self.buffers)
+        return self.layout.named(self.buffers, self.step)
 
     def load(self, tensors: dict[str, Tensor], *, step: int, basis_epoch: int) -> None:
         """Replace the whole state. Names, shapes and types must match exactly; nothing changes if they do not."""
-        own = dict(self.named_tensors())
+        own = dict(self.layout.named(self._buffers_at(step), step))
         if own.keys() != tensors.keys():
             odd = sorted(own.keys() ^ tensors.keys())
             raise CheckpointError(f"the state's tensors differ from this stage's, first at {odd[0]!r}")
@@ -215,7 +219,7 @@ class StageState:
         for name, mine in own.items():
             mine.copy_(tensors[name])
         self.step, self.basis_epoch = step, basis_epoch
-        self.layout.complete(self.buffers)
+        self.layout.complete(self.buffers, step)
         self._share_weights()
 
     def load_buffers(self, buffers: Sequence[Tensor], *, step: int, basis_epoch: int) -> None:

@@ -16,6 +16,13 @@ class Cause(StrEnum):
     JOINING = "joining"
     SYNCING = "syncing"
     PAUSED = "paused"
+    OFF_HOURS = "off_hours"
+    TRAFFIC = "traffic"
+    PROGRAM = "program"
+    GPU_USED = "gpu_used"
+    IN_USE = "in_use"
+    GPU_HOT = "gpu_hot"
+    GPU_POWER = "gpu_power"
     DRAINING = "draining"
     COORDINATOR_AWAY = "coordinator_away"
     BANNED = "banned"
@@ -45,6 +52,10 @@ class PeerFacts:
     is_prepared: bool = False  # this step's all-reduce is done; it waits for the decision
     has_next: bool = False  # there is a stage after its own
     next_stage_peers: int = 0
+    paused_by: Cause = Cause.PAUSED  # while it is paused: why, and what has to happen
+    pause_reason: str = "paused by its owner"
+    pause_next: str = "work again after `swarmtrain resume`"
+    is_only: bool = False  # no other peer that stays has its state, nor a checkpoint
     capped_by: str = ""  # the limit of the owner that is reached; empty if none
 
 
@@ -65,9 +76,9 @@ def explain(facts: PeerFacts) -> Activity:
 def _life(facts: PeerFacts) -> Activity | None:
     match facts.state:
         case "paused":
-            return Activity(Cause.PAUSED, "paused by its owner", "work again after `swarmtrain resume`")
+            return Activity(facts.paused_by, facts.pause_reason + _alone(facts), facts.pause_next)
         case "draining" | "gone":
-            return Activity(Cause.DRAINING, "finishing the step that it has work in", "leaves the run")
+            return Activity(Cause.DRAINING, "finishing the step that it has work in", f"leaves the run{_alone(facts)}")
     if facts.coordinator_silent_s > facts.contact_limit_s:
         following = "tries again every few seconds"
         return Activity(Cause.COORDINATOR_AWAY, "the coordinator does not answer", following)
@@ -78,6 +89,13 @@ def _life(facts: PeerFacts) -> Activity | None:
         case "joining":
             return Activity(Cause.JOINING, "waiting for the coordinator's verdict", "fetches the state, or serves")
     return None
+
+
+def _alone(facts: PeerFacts) -> str:
+    """What else the owner of a peer that goes or rests should know."""
+    if not facts.is_only:
+        return ""
+    return f"; it alone has stage {facts.stage}'s state, which the run saves first"
 
 
 def _obstacle(facts: PeerFacts) -> Activity | None:

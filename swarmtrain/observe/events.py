@@ -291,6 +291,23 @@ class CheckUndecided(Event):
 
 
 @dataclass(frozen=True)
+class LastHolder(Event):
+    """A peer that leaves or rests alone has the state of its stage: a checkpoint is written first."""
+
+    peer: str
+    stage: int
+    step: int  # of its state
+    state: str  # draining or paused
+    peer_name: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        doing = "is leaving" if self.state == "draining" else f"is {self.state}"
+        who = called(self.peer, self.peer_name)
+        return f"{who} {doing} and alone has stage {self.stage}'s state: a checkpoint of step {self.step} comes first"
+
+
+@dataclass(frozen=True)
 class CheckpointWritten(Event):
     """A checkpoint is on disk."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -38,6 +40,7 @@ class Departure:
     def __init__(self, events: Events) -> None:
         self._events = events
         self.from_stage, self.from_run = asyncio.Event(), asyncio.Event()
+        self.dismissed = asyncio.Event()  # the run does not need this peer any more: it is complete
         self.reason = "asked to leave"
         self._stage = -1  # that it hosts
         self.target: int | None = None  # the stage that it moves to
@@ -47,6 +50,11 @@ class Departure:
         self.reason = reason
         self.from_run.set()
         self.from_stage.set()
+
+    def dismiss(self, reason: str) -> None:
+        """The coordinator says that this peer may go."""
+        self.dismissed.set()
+        self.leave(reason)
 
     def move(self, target: int) -> None:
         """Drain and take an assignment on another stage: the coordinator permits it."""
@@ -86,6 +94,8 @@ class Assignment:
         self.announce_now = asyncio.Event()
         self.deserted = asyncio.Event()  # the coordinator has not been heard for long
         self._unneeded = asyncio.Event()  # nothing that this draining peer has computed can count any more
+        self.is_only = False  # as the coordinator said last: no other peer that stays has this stage's state
+        self._released = asyncio.Event()  # the coordinator has heard that this peer drains, and can do without it
         self._serving_since: float | None = None
         self._syncing_since = 0.0
         self.download_s = 0.0  # what fetching this stage's state took
@@ -141,8 +151,30 @@ class Assignment:
         if self.peer.state is PeerState.DRAINING and not may_count:
             self._unneeded.set()
 
-    async def drained(self, timeout_s: float) -> None:
-        """Wait until what is in the ledger has been applied, or the step was done without it; within the stated time.
+    def heard_only(self, is_only: bool) -> None:
+        """The coordinator knows this peer's state, and whether the run would lose steps if it went now."""
+        self.is_only = is_only
+        if self.peer.state is PeerState.DRAINING and not is_only:
+            self._released.set()
+        else:
+            self._released.clear()
+
+    async def drained(self, timeout_s: float, dismissed: asyncio.Event) -> None:
+        """Wait until nothing is lost if this peer goes, or it is `dismissed`; within the stated time.
+
+        Its work is applied or was done by others, and its state is at another peer or in a checkpoint.
+        """
+        began = _now()
+        await self._work_counted(timeout_s)
+        self._released.clear()  # what was said of the state before that work does not count
+        self.heartbeat_now.set()
+        waits = [self._released.wait(), dismissed.wait()]
+        if not self.is_only:  # two replicas may drain at once: so it asks, but it need not wait for a dead coordinator
+            waits.append(self.deserted.wait())
+        await first_of(waits, timeout_s - (_now() - began))
+
+    async def _work_counted(self, timeout_s: float) -> None:
+        """Wait until what is in the ledger has been applied, or the step was done without it.
 
         Not without a coordinator: none would apply it, and the next one has it computed again.
         """
@@ -152,13 +184,18 @@ class Assignment:
         if _now() - self.peer.contact_at <= DESERTED_S:
             self.deserted.clear()  # it was heard since
         events = (clock.passed(clock.ledgers[-1].step), self.deserted.wait(), self._unneeded.wait())
-        waits = [asyncio.ensure_future(event) for event in events]
-        try:
-            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+        await first_of(events, timeout_s)
+
+
+async def first_of(events: Iterable[Coroutine[Any, Any, object]], timeout_s: float) -> None:
+    """Return when one of `events` has come, or the time is over."""
+    waits = [asyncio.ensure_future(event) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=max(0.0, timeout_s), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
 
 async def open_assignment(

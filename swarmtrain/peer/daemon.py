@@ -33,6 +33,7 @@ from swarmtrain.p2p.network import HostOptions, NetworkHost
 from swarmtrain.peer.assignment import Assignment, Departure, open_assignment
 from swarmtrain.peer.checking import Checking
 from swarmtrain.peer.compute import Stopped
+from swarmtrain.peer.courtesy import Courtesy
 from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, Strangers, directory_rules
 from swarmtrain.peer.heartbeats import Announcing, HeartbeatLoop
 from swarmtrain.peer.identity import PeerState
@@ -119,6 +120,8 @@ class PeerDaemon:
         self.assignment: Assignment | None = None  # while it hosts a stage
         self.exclusions = Exclusions()
         self._observer: PeerObserver | None = None
+        sensors = self._machine.sensors(options.gpu_index)
+        self.courtesy = Courtesy(options.courtesy, sensors, events, options.traffic_file)
 
     async def run(self) -> None:
         """Join, serve until asked to leave or the run ends, drain, go."""
@@ -150,6 +153,7 @@ class PeerDaemon:
     async def _join(self, stack: contextlib.AsyncExitStack) -> _Joined:
         """Network, the run's definition. p2pd first: before the model is allocated."""
         options = self.options
+        await self.courtesy.check()
         patience = Patience(options.find_s, lambda text: self._say_phase("waiting", text))
         host = await patience.insist(lambda _: self._start_host(), is_over=lambda: False)
         stack.push_async_callback(host.close)
@@ -173,6 +177,7 @@ class PeerDaemon:
             is_excluded=self.exclusions.__contains__,
         )
         stack.push_async_callback(node.close)
+        self.courtesy.meter(lambda: node.traffic().total_bytes)
         self._say_phase("network", ", ".join(host.addresses()[:2]))
         link = CoordinatorLink(options.invite, host, node, directory)
         self._handlers = self._handlers_between_assignments(link)
@@ -239,7 +244,16 @@ class PeerDaemon:
         thief, victim = Thief(peer, clock, stage), Victim(peer, clock, stage)
         microbatches = Microbatches(peer, clock, stage, dispatcher, thief, max_queue=options.max_queue)
         observer = PeerObserver(
-            peer, clock, stage, steps, dispatcher, self.keeper, self.events, joined.limiter, name=options.name
+            peer,
+            clock,
+            stage,
+            steps,
+            dispatcher,
+            self.keeper,
+            self.events,
+            joined.limiter,
+            self.courtesy,
+            name=options.name,
         )
         receipts = ReceiptKeeper(peer, link, options.invite, options.state_dir)
         await self._serve_control(stack, assignment, observer, receipts)
@@ -273,6 +287,8 @@ class PeerDaemon:
             Resync: heartbeats.told_to_sync,
         }
         self.assignment, self._observer = assignment, observer
+        await self.courtesy.look()
+        self.courtesy.apply(assignment)
         return _Settled(assignment, heartbeats, announcing, observer, thief, receipts)
 
     async def _serve(self, joined: _Joined, settled: _Settled) -> None:
@@ -287,6 +303,8 @@ class PeerDaemon:
                 tasks.create_task(settled.thief.run()),
                 tasks.create_task(settled.receipts.run()),
                 tasks.create_task(assignment.watch_device()),
+                tasks.create_task(self.courtesy.watch()),
+                tasks.create_task(self.courtesy.obey(assignment)),
             ]
             if assignment.mover is not None:
                 moving = Moving(peer, joined.manifest, joined.link, joined.directory, assignment.mover, departure)
@@ -295,7 +313,7 @@ class PeerDaemon:
             peer.become(PeerState.DRAINING)  # takes no new work
             self._say_phase("draining", departure.reason)
             assignment.changed()
-            await assignment.drained(self.options.drain_s)
+            await assignment.drained(self.options.drain_s, departure.dismissed)
             for helper in helpers:
                 helper.cancel()
         await settled.receipts.fetch_last()
@@ -325,7 +343,7 @@ class PeerDaemon:
 
         async def told_to_leave(message: Leave, exchange: Exchange) -> Acknowledged:
             await link.check_coordinator(exchange.peer_id, message.run, message.term)
-            self.leave(message.reason)
+            self.departure.dismiss(message.reason)
             return Acknowledged("")
 
         return {Leave: told_to_leave}
@@ -351,14 +369,16 @@ class PeerDaemon:
             """A paused peer takes no new work, answers for its ledger, and takes part in the step's all-reduce."""
             if peer.state not in (PeerState.SERVING, PeerState.PAUSED):
                 raise UsageError(f"this peer is {peer.state}; only a serving one can be paused")
-            self._change(assignment, PeerState.PAUSED, "asked to pause")
-            return {"ok": True}
+            self.courtesy.ask(pause=True)
+            self.courtesy.apply(assignment)
+            return {"ok": True, "is_only": assignment.is_only}
 
         async def resume(request: dict[str, Any]) -> dict[str, Any]:
             """Offer itself again; the coordinator says whether the state is still the run's or must be fetched."""
-            if peer.state is PeerState.PAUSED:
-                self._change(assignment, PeerState.JOINING, "asked to resume")
-            return {"ok": True}
+            self.courtesy.ask(pause=False)
+            self.courtesy.apply(assignment)
+            pause = self.courtesy.pause
+            return {"ok": True, "pause": pause.reason if pause is not None else ""}
 
         async def cut(request: dict[str, Any]) -> dict[str, Any]:
             peer.node.cut()
@@ -379,11 +399,6 @@ class PeerDaemon:
             commands["cut"] = cut
         door = await self._machine.serve_control(self.options.state_dir, commands)
         stack.push_async_callback(door.close)
-
-    def _change(self, assignment: Assignment, state: PeerState, reason: str) -> None:
-        assignment.peer.become(state)
-        self._say_phase(state.value, reason)
-        assignment.changed()
 
     async def _serve_metrics(self, stack: contextlib.AsyncExitStack, observer: PeerObserver) -> str:
         """HOST:PORT under which the metrics can be had; empty if they are not served."""

@@ -127,9 +127,11 @@ class HeartbeatLoop:
                 if link.peer_id is not None:
                     peer.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
                 if link.is_over:
-                    self._departure.leave("the run is complete")
-            is_syncing = peer.state is PeerState.SYNCING
-            await wait_event(assignment.heartbeat_now, min(pause_s, HEARTBEAT_S / 4) if is_syncing else pause_s)
+                    self._departure.dismiss("the run is complete")
+            waits_for_answer = peer.state is PeerState.SYNCING or (
+                peer.state is PeerState.DRAINING and assignment.is_only
+            )
+            await wait_event(assignment.heartbeat_now, min(pause_s, HEARTBEAT_S / 4) if waits_for_answer else pause_s)
 
     async def _look_for_it(self) -> None:
         """Read the directory; after an outage that can take long, and meanwhile the coordinator may be back where it
@@ -141,7 +143,7 @@ class HeartbeatLoop:
     async def told_to_leave(self, message: Leave, exchange: Exchange) -> Acknowledged:
         """Answer `Leave`."""
         await self._peer.check_coordinator(exchange.peer_id, message.run, message.term)
-        self._departure.leave(message.reason)
+        self._departure.dismiss(message.reason)
         return Acknowledged("")
 
     async def told_to_sync(self, message: Resync, exchange: Exchange) -> Acknowledged:
@@ -201,8 +203,9 @@ class HeartbeatLoop:
         self._steps.drop_taken_back(answer.term, answer.step)
         self._syncing.check_stuck(answer.step)
         assignment.heard_step(answer.step, holds_sum=self._steps.is_prepared)
+        assignment.heard_only(answer.is_only)
         if answer.directive is Directive.LEAVE:
-            self._departure.leave(answer.reason)
+            self._departure.dismiss(answer.reason)
         elif self._is_stalled:
             if answer.directive is Directive.WAIT:
                 await self._stop_serving(answer.reason)

@@ -32,7 +32,7 @@ class Authority(Protocol):
 
 
 class PeerState(StrEnum):
-    """The life of a peer: joining -> syncing -> serving -> draining -> gone; paused from and to serving."""
+    """The life of a peer: joining -> syncing -> serving -> draining -> gone; paused from serving or at the start."""
 
     JOINING = "joining"
     SYNCING = "syncing"
@@ -44,7 +44,7 @@ class PeerState(StrEnum):
 
 # Drawn in docs/protocol.md, and compared with it by a test.
 TRANSITIONS: Mapping[PeerState, frozenset[PeerState]] = {
-    PeerState.JOINING: frozenset({PeerState.SYNCING, PeerState.SERVING, PeerState.DRAINING}),
+    PeerState.JOINING: frozenset({PeerState.SYNCING, PeerState.SERVING, PeerState.PAUSED, PeerState.DRAINING}),
     PeerState.SYNCING: frozenset({PeerState.SERVING, PeerState.DRAINING}),
     PeerState.SERVING: frozenset({PeerState.SYNCING, PeerState.PAUSED, PeerState.DRAINING}),
     PeerState.PAUSED: frozenset({PeerState.JOINING, PeerState.DRAINING}),

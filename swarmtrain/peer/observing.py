@@ -18,6 +18,7 @@ from swarmtrain.observe.keeper import RerouteNews, StatusKeeper
 from swarmtrain.observe.lately import Lately
 from swarmtrain.observe.split import Part
 from swarmtrain.peer.compute import Kind
+from swarmtrain.peer.courtesy import BY_OWNER, Courtesy
 from swarmtrain.peer.identity import CONTACT_S, PeerIdentity
 from swarmtrain.peer.stage import Stage
 from swarmtrain.peer.step import StepProtocol
@@ -45,6 +46,7 @@ class PeerObserver:
         keeper: StatusKeeper,
         events: Events,
         limiter: RateLimiter,
+        courtesy: Courtesy,
         *,
         name: str = "",
     ) -> None:
@@ -52,7 +54,7 @@ class PeerObserver:
         self._name = name
         self._peer, self._clock, self._stage = peer, clock, stage
         self._steps, self._dispatcher, self._keeper = steps, dispatcher, keeper
-        self._events, self._limiter = events, limiter
+        self._events, self._limiter, self._courtesy = events, limiter, courtesy
         self._news = RerouteNews(peer.stage + 1)
         self._news_at = 0.0
         self._seen, self._seen_at = Cause.JOINING, world.wall()
@@ -94,6 +96,7 @@ class PeerObserver:
         peer, split = self._peer, self._stage.split
         status, verdict = self._keeper.status, self._verdict()
         silent_s = asyncio.get_running_loop().time() - peer.contact_at if peer.contact_at else 0.0
+        pause = self._courtesy.pause or BY_OWNER
         return PeerFacts(
             state=peer.state.value,
             stage=peer.stage,
@@ -111,6 +114,10 @@ class PeerObserver:
             is_prepared=self._steps.is_prepared,
             has_next=self._dispatcher is not None,
             next_stage_peers=self._num_serving(),
+            paused_by=pause.cause,
+            pause_reason=pause.reason,
+            pause_next=pause.next,
+            is_only=peer.verdict.is_only if peer.verdict is not None else False,
             capped_by=self._capped_by(),
         )
 
@@ -134,6 +141,7 @@ class PeerObserver:
             **self._run(),
             "state": peer.state.value,
             "step": clock.step,
+            "courtesy": self._courtesy.snapshot(),
             "microbatches": peer.counters.microbatches,
             "from_ledger": peer.counters.from_ledger,
             "coalesced": peer.counters.joined,

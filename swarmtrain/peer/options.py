@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from swarmtrain.codec.samples import DEFAULT_BUDGET_BYTES
+from swarmtrain.courtesy.rules import Rules
 from swarmtrain.errors import HardwareError
 from swarmtrain.model.activations import activations
 from swarmtrain.model.footprint import Footprint, Offload, best, choices, cpu_choices
@@ -48,7 +50,20 @@ class PeerOptions:
     find_s: float = 0.0  # how long a run that cannot be found is looked for; 0: until its owner ends this peer
     metrics: str = ""  # HOST:PORT to serve metrics at; empty: nowhere
     metrics_announce: str = ""  # HOST:PORT under which the run's Prometheus reaches them, if that is another
+    courtesy: Rules = field(default_factory=Rules)
+    traffic_dir: Path | None = None  # where the daemons of this machine count a month's traffic; None: state_dir
     faults: Faults = field(default_factory=Faults)
+
+    @property
+    def gpu_index(self) -> int | None:
+        """Of its device; None: the CPU."""
+        return int(self.device.partition(":")[2]) if self.device.startswith("cuda:") else None
+
+    @property
+    def traffic_file(self) -> Path:
+        """The count of this daemon's traffic."""
+        name = f"{self.state_dir.name}-{hashlib.sha256(str(self.state_dir).encode()).hexdigest()[:8]}.json"
+        return (self.traffic_dir or self.state_dir / "traffic") / name
 
 
 def choose_device(gpu: int | None) -> str:

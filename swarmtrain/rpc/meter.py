@@ -164,6 +164,11 @@ class Traffic:
     num_malformed: int = 0  # messages that arrived complete and broke their schema
     num_progress_dropped: int = 0  # progress messages that newer ones displaced
 
+    @property
+    def total_bytes(self) -> int:
+        """In both directions."""
+        return self.sent.total_bytes + self.received.total_bytes
+
     def add(self, other: Traffic) -> None:
         """Sum into this one."""
         self.sent.add(other.sent)

@@ -14,11 +14,13 @@ import random
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from swarmtrain import world
+from swarmtrain.courtesy.rules import Rules, Seen
+from swarmtrain.courtesy.sensors import Sensors, running_programs
 from swarmtrain.machine import Door
 from swarmtrain.observe.control import Command
 from swarmtrain.observe.http import Handler
@@ -41,6 +43,34 @@ class Killed(BaseException):
     """Unwinds the stack of a process that was killed in the middle of a callback."""
 
 
+@dataclass
+class Owner:
+    """What the owner of a machine does with it, beside the peer. As `Seen`."""
+
+    others_cpu: float = 0.0
+    input_idle_s: float | None = None
+    programs: set[str] = field(default_factory=set)
+    gpu_users: tuple[str, ...] = ()
+    gpu_celsius: float | None = None
+    gpu_watts: float | None = None
+    num_looks: int = 0  # at the machine, by the peer
+
+    def check(self, rules: Rules) -> None:
+        """See `Sensors`: every sensor is there."""
+
+    def look(self, rules: Rules) -> Seen:
+        """See `Sensors`."""
+        self.num_looks += 1
+        return Seen(
+            self.others_cpu,
+            self.input_idle_s,
+            running_programs(rules.programs, self.programs),
+            self.gpu_users,
+            self.gpu_celsius,
+            self.gpu_watts,
+        )
+
+
 class SimulatedMachine:
     """See the module docstring. A `Machine` for the process that runs on it now."""
 
@@ -61,6 +91,7 @@ class SimulatedMachine:
         self.by_address = by_address
         by_address[self.address] = self
         self.speed = 1.0
+        self.owner = Owner()
         self.clock_offset_s = 0.0  # of the wall clock
         self.is_off = False  # no power: connections are not even refused
         self.is_disk_full = False
@@ -117,6 +148,11 @@ class SimulatedMachine:
     ) -> Door:
         """See `Machine`. No server is started."""
         return _Closed()
+
+
+    def sensors(self, gpu_index: int | None) -> Sensors:
+        """See `Machine`."""
+        return self.owner
 
 
 @dataclass(frozen=True)

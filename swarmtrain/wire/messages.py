@@ -241,6 +241,7 @@ class Verdict(Message):
     exclusions: Annotated[tuple[Exclusion, ...], MaxLength(MAX_EXCLUSIONS_TOLD)] = ()  # that the peer has not heard of
     credit_s: Seconds = 0.0  # of the steps in which it had a part
     redone: Annotated[bytes, MaxLength(MAX_REDONE * REDONE.size)] = b""  # REDONE of microbatches that are begun anew
+    is_only: bool = False  # no other peer that stays has its state, nor a checkpoint: the run would lose steps with it
 
 
 @message(kind="fetch_receipt", priority=Priority.CONTROL)

@@ -92,7 +92,7 @@ class Newcomer:
     async def drains(self) -> AsyncIterator[asyncio.Task[None]]:
         """It waits until what it has in its ledger is applied."""
         self.peer.become(PeerState.DRAINING)
-        task = asyncio.create_task(self.assignment.drained(3600.0))
+        task = asyncio.create_task(self.assignment.drained(3600.0, asyncio.Event()))
         try:
             yield task
         finally:

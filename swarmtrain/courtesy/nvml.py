@@ -1,0 +1,111 @@
+"""What NVIDIA's management library says of a GPU: temperature, power, and who uses it. By ctypes: no package is needed.
+
+The structures are those of nvml.h, whose layout of these calls does not change within a version suffix.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+LIBRARIES = ("libnvidia-ml.so.1", "libnvidia-ml.so", "nvml.dll")
+NAME_BYTES = 96
+MAX_SAMPLES = 1024  # processes; more are not looked at
+BUSY_PERCENT = 10  # of the GPU's multiprocessors, below which a desktop's own drawing stays
+_SUCCESS, _NOT_FOUND, _INSUFFICIENT_SIZE = 0, 6, 7
+_TEMPERATURE_GPU = 0
+
+
+class NvmlError(Exception):
+    """A call failed."""
+
+
+class _Sample(ctypes.Structure):
+    """nvmlProcessUtilizationSample_t"""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("timestamp", ctypes.c_ulonglong),
+        ("sm", ctypes.c_uint),
+        ("memory", ctypes.c_uint),
+        ("encoder", ctypes.c_uint),
+        ("decoder", ctypes.c_uint),
+    )
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """One look at one GPU. None: it does not say."""
+
+    celsius: float | None
+    watts: float | None
+    busy_pids: tuple[int, ...]  # processes that computed or drew since the last look
+
+
+class GpuSensor(Protocol):
+    """One GPU."""
+
+    def look(self) -> GpuFacts:
+        """What it says now."""
+
+
+class Nvml:
+    """One GPU, through the library."""
+
+    def __init__(self, index: int, load: Callable[[str], Any] = ctypes.CDLL) -> None:
+        """NvmlError if there is no library, no driver or no such GPU."""
+        self._library = _load(load)
+        self._call("nvmlInit_v2")
+        self._device = ctypes.c_void_p()
+        self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(self._device))
+        self._seen_until = ctypes.c_ulonglong(0)
+
+    def look(self) -> GpuFacts:
+        """See `GpuSensor`."""
+        milliwatts = self._number("nvmlDeviceGetPowerUsage")
+        return GpuFacts(
+            self._number("nvmlDeviceGetTemperature", ctypes.c_int(_TEMPERATURE_GPU)),
+            None if milliwatts is None else milliwatts / 1000.0,
+            self._busy_pids(),
+        )
+
+    def _number(self, name: str, *arguments: Any) -> float | None:
+        value = ctypes.c_uint()
+        try:
+            self._call(name, self._device, *arguments, ctypes.byref(value))
+        except NvmlError:
+            return None  # laptops and older cards do not measure everything
+        return float(value.value)
+
+    def _busy_pids(self) -> tuple[int, ...]:
+        """By samples of the driver since the last look."""
+        count = ctypes.c_uint(MAX_SAMPLES)
+        samples = (_Sample * MAX_SAMPLES)()
+        try:
+            self._call(
+                "nvmlDeviceGetProcessUtilization", self._device, samples, ctypes.byref(count), self._seen_until
+            )
+        except NvmlError:
+            return ()
+        found = samples[: min(count.value, MAX_SAMPLES)]
+        self._seen_until = ctypes.c_ulonglong(max([self._seen_until.value, *(sample.timestamp for sample in found)]))
+        return tuple(sorted({sample.pid for sample in found if sample.sm >= BUSY_PERCENT}))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        try:
+            code = getattr(self._library, name)(*arguments)
+        except AttributeError as error:
+            raise NvmlError(f"this driver has no {name}") from error
+        if code != _SUCCESS:
+            raise NvmlError(f"{name} failed with code {code}")
+
+
+def _load(load: Callable[[str], Any]) -> Any:
+    for name in LIBRARIES:
+        try:
+            return load(name)
+        except OSError:
+            continue
+    raise NvmlError("NVIDIA's management library is not installed")
