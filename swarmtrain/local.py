@@ -117,6 +117,7 @@ class LocalSwarm:
         name = f"peer{self._num_started}"
         self._num_started += 1
         arguments = ["join", self.invite, "--stage", str(stage), "--threads", str(self.options.threads)]
+        arguments += ["--nice", "0"]
         arguments += ["--state-dir", str(self.options.state_dir / name), "--listen", LOOPBACK, "--name", name]
         arguments += ["--metrics", "127.0.0.1:0"]
         more = [*self.options.peer_arguments, *extra]

@@ -42,7 +42,6 @@ class Machine(Protocol):
     ) -> Door:
         """Answer HTTP on HOST:PORT, which `option` named; port 0: a free one, if possible that of `note`."""
 
-
     def sensors(self, gpu_index: int | None) -> Sensors:
         """What it says of itself and its owner; None: of no GPU."""
 

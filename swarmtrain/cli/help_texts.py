@@ -27,6 +27,18 @@ OPTION_GROUPS: Mapping[str, Options] = {
     "join": {
         "What to host": ("stage", "gpu", "cpu", "threads", "name", "state_dir"),
         "Limits": ("max_memory", "offload", "max_samples", "max_up", "max_down", "drain_timeout", "find_timeout"),
+        "Courtesy to the machine's owner": (
+            "hours",
+            "time_zone",
+            "only_when_idle",
+            "pause_while",
+            "yield_gpu",
+            "max_gpu_temperature",
+            "max_gpu_power",
+            "max_traffic",
+            "traffic_day",
+            "nice",
+        ),
         "Network": ("listen", "announce", "behind_nat", "relay", "route", "metrics", "metrics_announce"),
     },
     "sim": {
@@ -61,6 +73,8 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "join": (
         ("swarmtrain join INVITE --gpu 0 --name attic", "host the stage that needs it most"),
         ("swarmtrain join INVITE --max-up 20mbit --max-memory 8GB", "leave something for others"),
+        ("swarmtrain join INVITE --hours 22:00-07:00 --pause-while game", "when nobody needs the machine"),
+        ("swarmtrain join INVITE --max-traffic 200GB/month", "on a line that is paid by volume"),
         ("swarmtrain join INVITE --behind-nat", "from behind a router"),
     ),
     "doctor": (("swarmtrain doctor INVITE --gpu 0", "try all that joining this run would need"),),

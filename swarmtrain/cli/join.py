@@ -10,11 +10,15 @@ from typing import Annotated
 import typer
 
 from swarmtrain.cli.numbers import MAX_GPU, MAX_SECONDS, MAX_THREADS, number
+from swarmtrain.cli.manners import checked_programs, step_back, usual_threads
 from swarmtrain.cli.options import EventsOption, JsonOption, TestFaultsOption, state_home
 from swarmtrain.cli.places import find_invite, remember_invite, remember_peer
+from swarmtrain.courtesy.hours import parse_hours, parse_zone
+from swarmtrain.courtesy.rules import Rules
+from swarmtrain.courtesy.traffic import MAX_DAY, parse_traffic
 from swarmtrain.errors import UsageError
 from swarmtrain.route.router import POLICIES
-from swarmtrain.units import parse_rate, parse_size
+from swarmtrain.units import parse_duration, parse_rate, parse_size
 
 OFFLOADS = ("auto", "on", "off")
 
@@ -42,7 +46,10 @@ def join(
     ] = "auto",
     gpu: Annotated[int | None, number(0, MAX_GPU, help="Compute on this CUDA device.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Compute on the CPU (the default without --gpu).")] = False,
-    threads: Annotated[int, number(1, MAX_THREADS, help="CPU threads for computing.")] = 1,
+    threads: Annotated[
+        int | None,
+        number(1, MAX_THREADS, help="CPU threads for computing; default: the processor's cores less one."),
+    ] = None,
     state_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory of this peer's identity, sockets and log.")
     ] = None,
@@ -79,6 +86,39 @@ def join(
     ] = "1GiB",
     max_up: Annotated[str, typer.Option(metavar="RATE", help="Upload cap, e.g. 20mbit; default: none.")] = "",
     max_down: Annotated[str, typer.Option(metavar="RATE", help="Download cap, e.g. 100mbit; default: none.")] = "",
+    hours: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HH:MM-HH:MM", help="Work in these hours only, as 22:00-07:00. May be repeated."),
+    ] = None,
+    time_zone: Annotated[
+        str, typer.Option(metavar="ZONE", help="Time zone of hours and months, e.g. Europe/Berlin; default: as here.")
+    ] = "",
+    only_when_idle: Annotated[
+        str, typer.Option(metavar="TIME", help="Work only when nobody has used the machine for so long, e.g. 10min.")
+    ] = "",
+    pause_while: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PROGRAM", help="Pause while a program of this name runs. May be repeated."),
+    ] = None,
+    yield_gpu: Annotated[
+        bool, typer.Option("--yield-gpu", help="Pause while another process computes or draws on the GPU.")
+    ] = False,
+    max_gpu_temperature: Annotated[
+        float | None, number(30, 120, help="Pause above so many degrees Celsius, until it is five degrees cooler.")
+    ] = None,
+    max_gpu_power: Annotated[
+        float | None, number(10, 5000, help="Pause when the GPU draws more watts than this, for a minute or longer.")
+    ] = None,
+    max_traffic: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE/month", help="Pause when so much was sent and received, e.g. 200GB/month, until it ends."
+        ),
+    ] = "",
+    traffic_day: Annotated[int, number(1, MAX_DAY, help="Day on which that month begins.")] = 1,
+    nice: Annotated[
+        int, number(0, 19, help="How much other programs go first, for the processor and the disk; 0: not at all.")
+    ] = 10,
     route: Annotated[
         str, typer.Option(metavar="POLICY", help="Routing policy: finish-time, or swarm-latency for comparison.")
     ] = "finish-time",
@@ -113,7 +153,19 @@ def join(
         raise UsageError(f"--offload is {offload[:40]!r}", fix=f"use one of: {', '.join(OFFLOADS)}")
     memory_bytes, samples_bytes = _memory(max_memory), parse_size(max_samples or "0")
     up_bytes_per_s, down_bytes_per_s = (parse_rate(cap) if cap else 0.0 for cap in (max_up, max_down))
+    rules = Rules(
+        hours=parse_hours(hours or ()),
+        time_zone=time_zone,
+        idle_s=parse_duration(only_when_idle) if only_when_idle else 0.0,
+        programs=checked_programs(pause_while or ()),
+        yields_gpu=yield_gpu,
+        max_gpu_celsius=max_gpu_temperature or 0.0,
+        max_gpu_watts=max_gpu_power or 0.0,
+        traffic=parse_traffic(max_traffic, traffic_day) if max_traffic else None,
+    )
+    parse_zone(time_zone)
     text = find_invite(invite)
+    step_back(nice)
     from swarmtrain.cli.daemons import run_daemon
     from swarmtrain.cli.live import LiveView
     from swarmtrain.cli.live_text import peer_frame, peer_line
@@ -134,7 +186,7 @@ def join(
         may_move=may_move,
         state_dir=directory,
         device=device,
-        threads=threads,
+        threads=threads or usual_threads(),
         listen=tuple(listen or ["/ip4/0.0.0.0/tcp/0"]),
         announce=tuple(announce or []),
         relays=tuple(relay or (parsed.bootstrap if behind_nat else ())),
@@ -148,6 +200,8 @@ def join(
         route=route,
         drain_s=drain_timeout,
         find_s=find_timeout,
+        courtesy=rules,
+        traffic_dir=state_home() / "traffic",
         metrics=checked_address(metrics, "--metrics"),
         metrics_announce=checked_address(metrics_announce, "--metrics-announce"),
         faults=Faults.from_environment(enabled=test_faults),

@@ -29,7 +29,19 @@ BAR_WIDTH = 12
 MAX_TABLE = 12  # rows
 _SPARE = 8  # lines of the window that the table leaves to events
 _ADDRESS = re.compile(r"/(?:ip4|ip6|dns\d?)/([^/]+)/(?:tcp|udp)/(\d+)")
-_TROUBLE = (Cause.COORDINATOR_AWAY, Cause.BANNED, Cause.NEXT_STAGE_EMPTY, Cause.PAUSED)
+_TROUBLE = (
+    Cause.COORDINATOR_AWAY,
+    Cause.BANNED,
+    Cause.NEXT_STAGE_EMPTY,
+    Cause.PAUSED,
+    Cause.OFF_HOURS,
+    Cause.TRAFFIC,
+    Cause.PROGRAM,
+    Cause.GPU_USED,
+    Cause.IN_USE,
+    Cause.GPU_HOT,
+    Cause.GPU_POWER,
+)
 
 
 def run_line(event: Event, manifest: Manifest, seconds_left: float | None) -> str:

@@ -64,8 +64,12 @@ def _tell_peers(state_dir: Path | None, command: str, done: str) -> None:
     from swarmtrain.observe.control import ask
 
     for directory in _directories(state_dir, "peer"):
-        asyncio.run(ask(directory / "control.sock", command))
+        answer = asyncio.run(ask(directory / "control.sock", command))
         print(f"{done} {directory.name}")
+        if answer.get("is_only"):
+            say("  it alone has its stage's state: leave it running until the run has a checkpoint (`status` says so)")
+        if reason := answer.get("pause"):
+            say(f"  it still pauses: {reason}")
 
 
 def _directories(state_dir: Path | None, kind: str | None = None) -> list[Path]:

@@ -120,6 +120,8 @@ def _peer(snapshot: Snapshot) -> list[str]:
     lines = [f"{who} of {snapshot['run_name']}, run {snapshot['run']}: stage {snapshot['stage']}, {why(snapshot)}"]
     if snapshot["next"]:
         lines.append(f"  next: {snapshot['next']}")
+    if month := snapshot["courtesy"]["month"]:
+        lines.append(f"  this month: {show_size(month['bytes'])} of {show_size(month['limit'])} of traffic")
     lines.append("  " + "run: " + "  ".join(told_figures(snapshot)))
     lines.append(f"  given: {given(snapshot)}")
     lines.append(f"  here: {spent_here(snapshot)}, {show_size(snapshot['memory_bytes'])} of memory")

@@ -26,7 +26,9 @@ def parse_zone(name: str) -> tzinfo | None:
     try:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-        raise UsageError(f"there is no time zone {name[:40]!r}", fix="write it as Europe/Berlin, or leave it out") from error
+        raise UsageError(
+            f"there is no time zone {name[:40]!r}", fix="write it as Europe/Berlin, or leave it out"
+        ) from error
 
 
 def local_time(at: float, zone: tzinfo | None) -> datetime:

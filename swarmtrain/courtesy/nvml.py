@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 LIBRARIES = ("libnvidia-ml.so.1", "libnvidia-ml.so", "nvml.dll")
-NAME_BYTES = 96
 MAX_SAMPLES = 1024  # processes; more are not looked at
 BUSY_PERCENT = 10  # of the GPU's multiprocessors, below which a desktop's own drawing stays
-_SUCCESS, _NOT_FOUND, _INSUFFICIENT_SIZE = 0, 6, 7
+_SUCCESS = 0
 _TEMPERATURE_GPU = 0
 
 
@@ -54,12 +53,15 @@ class GpuSensor(Protocol):
 class Nvml:
     """One GPU, through the library."""
 
-    def __init__(self, index: int, load: Callable[[str], Any] = ctypes.CDLL) -> None:
-        """NvmlError if there is no library, no driver or no such GPU."""
+    def __init__(self, name: int | str, load: Callable[[str], Any] = ctypes.CDLL) -> None:
+        """A GPU by its number or its identity. NvmlError if there is no library, no driver or no such GPU."""
         self._library = _load(load)
         self._call("nvmlInit_v2")
         self._device = ctypes.c_void_p()
-        self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(self._device))
+        if isinstance(name, int):
+            self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(name), ctypes.byref(self._device))
+        else:
+            self._call("nvmlDeviceGetHandleByUUID", ctypes.c_char_p(name.encode()), ctypes.byref(self._device))
         self._seen_until = ctypes.c_ulonglong(0)
 
     def look(self) -> GpuFacts:
@@ -84,9 +86,7 @@ class Nvml:
         count = ctypes.c_uint(MAX_SAMPLES)
         samples = (_Sample * MAX_SAMPLES)()
         try:
-            self._call(
-                "nvmlDeviceGetProcessUtilization", self._device, samples, ctypes.byref(count), self._seen_until
-            )
+            self._call("nvmlDeviceGetProcessUtilization", self._device, samples, ctypes.byref(count), self._seen_until)
         except NvmlError:
             return ()
         found = samples[: min(count.value, MAX_SAMPLES)]
@@ -100,6 +100,14 @@ class Nvml:
             raise NvmlError(f"this driver has no {name}") from error
         if code != _SUCCESS:
             raise NvmlError(f"{name} failed with code {code}")
+
+
+def physical_gpu(index: int, mask: str | None) -> int | str:
+    """The GPU that CUDA calls `index` under CUDA_VISIBLE_DEVICES, as the driver calls it: its number or its identity."""
+    names = [name.strip() for name in (mask or "").split(",")]
+    if mask is None or index >= len(names):
+        return index
+    return int(names[index]) if names[index].isdecimal() else names[index]
 
 
 def _load(load: Callable[[str], Any]) -> Any:

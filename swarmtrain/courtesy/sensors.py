@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import psutil
 
 from swarmtrain import world
-from swarmtrain.courtesy.nvml import GpuSensor, Nvml, NvmlError
+from swarmtrain.courtesy.nvml import GpuSensor, Nvml, NvmlError, physical_gpu
 from swarmtrain.courtesy.rules import Rules, Seen
 from swarmtrain.errors import HardwareError
 
@@ -31,8 +31,8 @@ class Sensors(Protocol):
 class MachineSensors:
     """This computer's."""
 
-    def __init__(self, gpu_index: int | None, open_gpu: Callable[[int], GpuSensor] = Nvml) -> None:
-        """`gpu_index` as the driver counts; None: the peer computes on no GPU."""
+    def __init__(self, gpu_index: int | None, open_gpu: Callable[[int | str], GpuSensor] = Nvml) -> None:
+        """`gpu_index` as CUDA counts; None: the peer computes on no GPU."""
         self._gpu_index, self._open_gpu = gpu_index, open_gpu
         self._gpu: GpuSensor | None = None
         self._own = psutil.Process()
@@ -45,7 +45,7 @@ class MachineSensors:
         if self._gpu_index is None:
             raise HardwareError("a limit of the GPU was given, and this peer computes on the CPU", fix="add --gpu N")
         try:
-            self._gpu = self._open_gpu(self._gpu_index)
+            self._gpu = self._open_gpu(physical_gpu(self._gpu_index, os.environ.get("CUDA_VISIBLE_DEVICES")))
         except NvmlError as error:
             raise HardwareError(
                 f"the GPU does not say how warm it is or who uses it: {error}",

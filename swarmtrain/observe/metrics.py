@@ -169,6 +169,13 @@ def peer_families(snapshot: Snapshot) -> Iterator[Metric]:
     yield gauge("peer_credit_microbatches", "Microbatches that count as this peer's.", ({}, credit["microbatches"]))
     yield gauge("peer_credit_tokens", "Tokens of the microbatches that count as this peer's.", ({}, credit["tokens"]))
     yield gauge("peer_credit_seconds", "Duration of the steps in which this peer had a part.", ({}, credit["seconds"]))
+    courtesy = snapshot["courtesy"]
+    pause, month = courtesy["pause"] or {}, courtesy["month"] or {}
+    yield gauge(
+        "peer_pause_end_time_seconds", "When the peer works again, where that is known.", ({}, pause.get("ends_at"))
+    )
+    yield gauge("peer_month_traffic_bytes", "Traffic of this month, if it has a cap.", ({}, month.get("bytes")))
+    yield gauge("peer_month_traffic_limit_bytes", "The cap of a month's traffic.", ({}, month.get("limit")))
     yield gauge("peer_gpu_memory_bytes", "GPU memory in use by tensors.", ({}, snapshot["gpu_bytes"]))
 
 

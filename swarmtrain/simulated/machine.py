@@ -149,7 +149,6 @@ class SimulatedMachine:
         """See `Machine`. No server is started."""
         return _Closed()
 
-
     def sensors(self, gpu_index: int | None) -> Sensors:
         """See `Machine`."""
         return self.owner

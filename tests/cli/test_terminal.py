@@ -199,7 +199,7 @@ def test_errors_and_status_quote_other_machines_without_their_control_characters
               "name": EVIL, "run_name": "nano", "steps": 9, "run_loss": 2.5, "run_tokens_per_s": 100.0,
               "seconds_left": 60.0, "silent_s": 1.0,
               "credit": {"microbatches": 2, "tokens": 2048, "share": 0.5, "seconds": 0.0},
-              "now": 100.0, "started_at": 1.0, "lately": {"compute": 1.0}}  # fmt: skip
+              "now": 100.0, "started_at": 1.0, "lately": {"compute": 1.0}, "courtesy": {"month": None}}  # fmt: skip
 
     async def ask(*_: object) -> dict[str, Any]:
         return answer

@@ -127,7 +127,9 @@ def test_a_peer_that_starts_outside_its_hours_waits_without_fetching_a_state(sim
     for stage in range(3):
         swarm.start_peer(f"peer{stage}", stage, speed=SLOW)
     wait_step(swarm, 2)
-    peer = swarm.start_peer("owned", 1, courtesy=Rules(hours=parse_hours([f"{hhmm(180)}-{hhmm(600)}"]), time_zone="UTC"))
+    peer = swarm.start_peer(
+        "owned", 1, courtesy=Rules(hours=parse_hours([f"{hhmm(180)}-{hhmm(600)}"]), time_zone="UTC")
+    )
     pauses(swarm, peer, "off_hours")
     swarm.run_for(20.0)
     assert not peer.has("sync_progress")

@@ -279,7 +279,8 @@ class Swarm:
             self._num_started += 1
         state_dir = self.directory / name
         arguments = ["join", self.invite(), "--stage", str(stage), "--state-dir", str(state_dir), "--name", name]
-        arguments += ["--listen", listen or self.listen, "--threads", "1", "--drain-timeout", "20", *extra]
+        arguments += ["--listen", listen or self.listen, "--threads", "1", "--drain-timeout", "20"]
+        arguments += ["--nice", "0", *extra]
         if self.pace:
             arguments += ["--enable-test-faults"]
             environment = {"SWARMTRAIN_PACE": self.pace, **(environment or {})}
