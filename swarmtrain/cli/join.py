@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.numbers import MAX_GPU, MAX_SECONDS, MAX_THREADS, number
 from swarmtrain.cli.manners import checked_programs, step_back, usual_threads
+from swarmtrain.cli.numbers import MAX_GPU, MAX_SECONDS, MAX_THREADS, number
 from swarmtrain.cli.options import EventsOption, JsonOption, TestFaultsOption, state_home
 from swarmtrain.cli.places import find_invite, remember_invite, remember_peer
 from swarmtrain.courtesy.hours import parse_hours, parse_zone

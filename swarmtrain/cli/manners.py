@@ -1,4 +1,4 @@
-"""How `join` treats the machine that it runs on: how many threads, behind which other programs, and names to look for."""
+"""How `join` treats the machine that it runs on: its threads, behind which other programs, which names it looks for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The hours of the day in which a peer may work, by the clock on the wall where the machine stands. Pure.
 
-Seconds since the epoch are turned into local time for each question, so a day of 23 or 25 hours needs no rule of its own.
+Seconds since the epoch are turned into local time for each question, so a day of 23 or 25 hours needs no rule of its
+own.
 """
 
 from __future__ import annotations

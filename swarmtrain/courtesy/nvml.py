@@ -103,7 +103,7 @@ class Nvml:
 
 
 def physical_gpu(index: int, mask: str | None) -> int | str:
-    """The GPU that CUDA calls `index` under CUDA_VISIBLE_DEVICES, as the driver calls it: its number or its identity."""
+    """The GPU that CUDA calls `index` under CUDA_VISIBLE_DEVICES, as the driver calls it: its number or identity."""
     names = [name.strip() for name in (mask or "").split(",")]
     if mask is None or index >= len(names):
         return index

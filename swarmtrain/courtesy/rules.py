@@ -25,11 +25,14 @@ POWER_REST_S = 60.0
 POWER_SHARE = 0.8  # of the limit, below which work goes on
 
 
+ALL_DAY = Hours()
+
+
 @dataclass(frozen=True)
 class Rules:
     """The owner's wishes. The defaults ask for nothing."""
 
-    hours: Hours = Hours()
+    hours: Hours = ALL_DAY
     time_zone: str = ""  # of the hours and of the traffic's month; empty: the machine's
     idle_s: float = 0.0  # how long the machine must have been idle; 0: it need not be
     programs: tuple[str, ...] = ()  # names; while one of them runs, the peer pauses
@@ -122,7 +125,7 @@ class Manners:
         self._hot, self._power = _Latch(0.0, 0.0), _Latch(POWER_S, POWER_REST_S)
 
     def look(self, seen: Seen, *, now: float, wall: float, month_bytes: float = 0.0) -> Pause | None:
-        """The nearest cause to pause; None: work is welcome. The same cause keeps its words, whatever its figures do."""
+        """The nearest cause to pause; None: work is welcome. A cause keeps its words, whatever its figures do."""
         causes: tuple[Callable[[], Pause | None], ...] = (
             lambda: self._hours(wall),
             lambda: self._traffic(month_bytes, wall),

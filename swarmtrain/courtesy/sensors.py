@@ -68,7 +68,7 @@ class MachineSensors:
         """The share of all processors that went to others since the last look. What is niced is background, whoever's
         it is: so peers of one machine do not hold each other up, nor a peer itself."""
         all_times = psutil.cpu_times()
-        busy_s = all_times.user + all_times.system
+        busy_s = float(all_times.user + all_times.system)
         own_s, now = self._own_s(), world.monotonic()
         before, self._used = self._used, (busy_s, own_s, now)
         if before is None or now <= before[2]:

@@ -1,8 +1,8 @@
 """How much a machine may send and receive in a month, and the count of it, which survives restarts.
 
-A month begins at midnight of the owner's day, as the bill of the line does. What is counted is what this program's links
-carry, and a share for the headers below them (as the rate caps do). The count is written each time it has grown by a
-thousandth of the cap: a crash loses at most that much of it.
+A month begins at midnight of the owner's day, as the bill of the line does. What is counted is what this program's
+links carry, and a share for the headers below them (as the rate caps do). The count is written each time it has grown
+by a thousandth of the cap: a crash loses at most that much of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A peer leaves its machine to its owner: it looks again and again whether it should pause, and does.
 
-A paused peer takes no new work, finishes and answers for what it has, takes part in that step's all-reduce, and keeps its
-stage's state; if no other peer has that, the coordinator writes a checkpoint first (`coordinator/keeping.py`).
+A paused peer takes no new work, finishes and answers for what it has, takes part in that step's all-reduce, and keeps
+its stage's state; if no other peer has that, the coordinator writes a checkpoint first (`coordinator/keeping.py`).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from swarmtrain.p2p.network import HostOptions, NetworkHost
 from swarmtrain.peer.assignment import Assignment, Departure, open_assignment
 from swarmtrain.peer.checking import Checking
 from swarmtrain.peer.compute import Stopped
-from swarmtrain.peer.courtesy import Courtesy
 from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, Strangers, directory_rules
+from swarmtrain.peer.courtesy import Courtesy
 from swarmtrain.peer.heartbeats import Announcing, HeartbeatLoop
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing

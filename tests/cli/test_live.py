@@ -58,13 +58,13 @@ def coordinator(**changes: Any) -> dict[str, Any]:
 
 def peer(**changes: Any) -> dict[str, Any]:
     return {
-        "kind": "peer", "courtesy": {"month": None}, "peer": "12D3KooWabcdefgh", "name": "attic", "run": "0123456789abcdef", "run_name": "nano",
+        "kind": "peer", "peer": "12D3KooWabcdefgh", "name": "attic", "run": "0123456789abcdef", "run_name": "nano",
         "stage": 1, "state": "serving", "cause": "working", "reason": "", "since": 1.0, "next": "the next microbatch",
         "step": 4, "steps": 30, "run_loss": 2.25, "run_tokens_per_s": 1234.0, "seconds_left": 3600.0, "silent_s": 1.0,
         "credit": {"microbatches": 96, "tokens": 98304, "share": 0.4125, "seconds": 0.0},
         "now": 7300.0, "started_at": 100.0,
         "traffic": {"sent": {"total_bytes": 8.2e6}, "received": {"total_bytes": 8.1e6}}, "lately": LATELY,
-        "memory_bytes": 412e6, **changes,
+        "memory_bytes": 412e6, "courtesy": {"month": None}, **changes,
     }  # fmt: skip
 
 

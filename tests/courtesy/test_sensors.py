@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swarmtrain.courtesy.nvml import GpuFacts, Nvml, NvmlError, physical_gpu
+from swarmtrain.courtesy.nvml import GpuFacts, Nvml, physical_gpu
 from swarmtrain.courtesy.rules import Rules
 from swarmtrain.courtesy.sensors import MachineSensors, running_programs
 from swarmtrain.errors import HardwareError

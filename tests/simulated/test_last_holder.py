@@ -1,4 +1,4 @@
-"""The last peer that has a stage's state leaves, rests or is paused and dies: a checkpoint first, and no step is lost."""
+"""The last peer with a stage's state leaves, or is paused and dies: a checkpoint comes first, and no step is lost."""
 
 from __future__ import annotations
 
