@@ -56,7 +56,7 @@ def _width() -> int:
 
 def _verb(command: Any, ctx: Any, width: int) -> Iterator[str]:
     """The lines of a verb's help."""
-    name = " ".join(ctx.command_path.split()[1:])
+    name = _verbs(ctx)
     arguments = [item for item in command.params if item.param_type_name == "argument"]
     options = {item.name: item for item in command.get_params(ctx) if item.param_type_name == "option"}
     usage = [ctx.command_path, "[OPTIONS]", *(_argument_name(item, in_usage=True) for item in arguments)]
@@ -71,7 +71,7 @@ def _verb(command: Any, ctx: Any, width: int) -> Iterator[str]:
 def _group(group: Any, ctx: Any, width: int) -> Iterator[str]:
     """The lines of a group's help."""
     yield from _intro(f"{ctx.command_path} [OPTIONS] COMMAND [ARGS]...", group.help, width)
-    name = " ".join(ctx.command_path.split()[1:])
+    name = _verbs(ctx)
     left = dict(group.commands)
     for title, verbs in VERB_GROUPS.items() if not name else ():
         rows = [(verb, [_first_sentence(left.pop(verb))]) for verb in verbs if verb in left]
@@ -80,6 +80,15 @@ def _group(group: Any, ctx: Any, width: int) -> Iterator[str]:
     options = [item for item in group.get_params(ctx) if not item.hidden]
     yield from _section("Options", [(_option_name(item, ctx), _about(item, ctx)) for item in options], width)
     yield from _examples(name, width)
+
+
+def _verbs(ctx: Any) -> str:
+    """What stands behind the program's name, which is `python -m swarmtrain` where it is not installed."""
+    names = []
+    while ctx.parent is not None:
+        names.append(ctx.info_name)
+        ctx = ctx.parent
+    return " ".join(reversed(names))
 
 
 def _intro(usage: str, about: str | None, width: int) -> Iterator[str]:

@@ -164,10 +164,11 @@ class Assignment:
 
         Its work is applied or was done by others, and its state is at another peer or in a checkpoint.
         """
-        began = _now()
+        began, step = _now(), self.clock.step
         await self._work_counted(timeout_s)
-        self._released.clear()  # what was said of the state before that work does not count
-        self.heartbeat_now.set()
+        if self.clock.step != step:
+            self._released.clear()  # that was said of the state before
+            self.heartbeat_now.set()
         waits = [self._released.wait(), dismissed.wait()]
         if not self.is_only:  # two replicas may drain at once: so it asks, but it need not wait for a dead coordinator
             waits.append(self.deserted.wait())

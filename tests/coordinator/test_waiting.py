@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from swarmtrain.coordinator import run as run_module
-from swarmtrain.coordinator.admission import StageBook
+from swarmtrain.coordinator.admission import StageBook, StateOffer
 from swarmtrain.coordinator.run import Run
 from swarmtrain.observe.events import Event, RunResumes, RunWaits
 from swarmtrain.run.presets import preset
@@ -26,7 +26,9 @@ class Waiting:
     def __init__(self) -> None:
         self.happened: list[Event] = []
         manifest = preset("nano", [f"stages.count={NUM_STAGES}"])
-        self._context = bare_context(manifest, step=STEP, stages=[StageBook("d") for _ in range(NUM_STAGES)])
+        saved = StateOffer(STEP, "d", ())
+        stages = [StageBook("d", checkpoint=saved) for _ in range(NUM_STAGES)]
+        self._context = bare_context(manifest, step=STEP, stages=stages)
         self._context.events.add(self.happened.append)
         self.run = Run(self._context, cast(Any, SimpleNamespace(step=STEP)), cast(Any, None), min_peers=1)
 

@@ -6,10 +6,13 @@ import ctypes
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from swarmtrain import world
 from swarmtrain.courtesy.nvml import GpuFacts, Nvml, physical_gpu
 from swarmtrain.courtesy.rules import Rules
 from swarmtrain.courtesy.sensors import MachineSensors, running_programs
@@ -146,13 +149,24 @@ def test_a_program_that_runs_here_is_seen_until_it_has_ended() -> None:
     assert sensors.look(rules).programs == ()
 
 
-def test_what_this_process_computes_is_not_somebody_elses_use_of_the_machine() -> None:
+def test_what_this_process_computes_is_not_somebody_elses_use_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processors, on which 40 seconds were used within 25: 30 by this daemon, or by what steps back for others."""
+    times = SimpleNamespace(user=100.0, system=50.0, nice=0.0)
+    own = SimpleNamespace(user=10.0, system=5.0)
+    clock = [1000.0]
     sensors = MachineSensors(None)
+    monkeypatch.setattr(psutil, "cpu_times", lambda: times)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(world, "monotonic", lambda: clock[0])
+    process = SimpleNamespace(cpu_times=lambda: own, nice=lambda: 0, children=lambda recursive: [], pid=1)
+    monkeypatch.setattr(sensors, "_own", process)
     rules = Rules(idle_s=60.0)
     assert sensors.look(rules).others_cpu is None, "a share needs two looks"
-    own_before = sensors._own_s()
-    sum(number * number for number in range(3_000_000))
-    assert sensors._own_s() > own_before, "it is counted as its own"
-    others = sensors.look(rules).others_cpu
-    assert others is not None
-    assert 0.0 <= others <= 1.0
+    clock[0] += 25.0
+    times.user, times.system, own.user, own.system = 130.0, 60.0, 35.0, 10.0
+    assert sensors.look(rules).others_cpu == pytest.approx(10.0 / 50.0)
+    process.nice = lambda: 10  # its user time is among the machine's niced time, which does not count at all
+    sensors.look(rules)
+    clock[0] += 25.0
+    times.user, times.nice, own.user = 150.0, 25.0, 60.0
+    assert sensors.look(rules).others_cpu == pytest.approx(20.0 / 50.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -301,6 +302,11 @@ def test_who_drains_goes_when_its_step_is_over_without_it_and_not_while_its_work
             await peer.hears(at_step(run_step))
             assert await is_over_soon(draining) == goes
             await peer.clock.enter(4)  # its step is applied here as well
+            if not goes:
+                assert not await is_over_soon(draining), "the new state may be nowhere else"
+                await peer.hears(replace(at_step(4), is_only=True))
+                assert not await is_over_soon(draining)
+                await peer.hears(at_step(4))
             await draining
 
     with_newcomer(manifest, main)
