@@ -124,11 +124,13 @@ class Manners:
         self._program, self._gpu = _Latch(0.0, RELEASE_S), _Latch(0.0, RELEASE_S)
         self._hot, self._power = _Latch(0.0, 0.0), _Latch(POWER_S, POWER_REST_S)
 
-    def look(self, seen: Seen, *, now: float, wall: float, month_bytes: float = 0.0) -> Pause | None:
+    def look(
+        self, seen: Seen, *, now: float, wall: float, month_bytes: float = 0.0, step_bytes: float = 0.0
+    ) -> Pause | None:
         """The nearest cause to pause; None: work is welcome. A cause keeps its words, whatever its figures do."""
         causes: tuple[Callable[[], Pause | None], ...] = (
             lambda: self._hours(wall),
-            lambda: self._traffic(month_bytes, wall),
+            lambda: self._traffic(month_bytes, step_bytes, wall),
             lambda: self._programs(seen, now),
             lambda: self._gpu_use(seen, now),
             lambda: self._in_use(seen, now, wall),
@@ -150,9 +152,9 @@ class Manners:
         following = f"work again at {local_time(opens, rules.zone):%H:%M}" if opens else "these hours never come"
         return Pause(Cause.OFF_HOURS, f"outside its hours ({rules.hours})", following, opens)
 
-    def _traffic(self, month_bytes: float, wall: float) -> Pause | None:
+    def _traffic(self, month_bytes: float, step_bytes: float, wall: float) -> Pause | None:
         cap = self.rules.traffic
-        if cap is None or month_bytes < cap.pause_at:
+        if cap is None or not cap.is_spent(month_bytes, step_bytes):
             return None
         ends = cap.month_ends(wall, self.rules.zone)
         reason = f"this month's traffic is spent ({show_size(cap.num_bytes)})"

@@ -36,10 +36,10 @@ class TrafficCap:
     num_bytes: int
     day: int = 1  # of the month, on which it begins
 
-    @property
-    def pause_at(self) -> float:
-        """From so many bytes on the peer takes no more work."""
-        return PAUSE_SHARE * self.num_bytes
+    def is_spent(self, used: float, step_bytes: float) -> bool:
+        """Whether the peer takes no more work: what is left may be needed to finish a step, of which one takes
+        `step_bytes`."""
+        return used >= min(PAUSE_SHARE * self.num_bytes, self.num_bytes - step_bytes)
 
     def month_began(self, wall: float, zone: tzinfo | None) -> datetime:
         """Local midnight of the day on which the month of `wall` began."""

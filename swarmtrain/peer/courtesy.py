@@ -7,8 +7,10 @@ its stage's state; if no other peer has that, the coordinator writes a checkpoin
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from swarmtrain import world
@@ -23,6 +25,7 @@ from swarmtrain.waiting import wait_event
 
 LOOK_S = 5.0  # between two looks at the machine
 MIN_COUNT_S = 0.1  # between two looks at the traffic, if that has a cap
+STEPS = 5  # that say how many bytes a step takes: a state that was fetched is none
 CLOCK_S = 30.0  # between two looks at the clock alone, which may be set
 BUSY_S = 1.0  # how soon a peer that cannot pause yet tries again
 BY_OWNER = Pause(Cause.PAUSED, "paused by its owner", "work again after `swarmtrain resume`")
@@ -38,6 +41,9 @@ class Courtesy:
         self._is_asked = False  # the owner has asked to pause
         self._changed, self._rules_changed = asyncio.Event(), asyncio.Event()
         self._link_bytes: Callable[[], int] = lambda: 0
+        self._step: Callable[[], int] = lambda: 0
+        self._step_before, self._bytes_before = 0, 0.0
+        self._step_bytes: deque[float] = deque(maxlen=STEPS)
         self._seen, self._looked_at = Seen(), float("-inf")
         self._count_s = MIN_COUNT_S
         self.count: TrafficCount | None = None
@@ -70,9 +76,9 @@ class Courtesy:
         if self._rules.needs_gpu:
             await world.in_thread(lambda: self._sensors.check(self._rules))
 
-    def meter(self, link_bytes: Callable[[], int]) -> None:
-        """`link_bytes`: what this process's links have sent and received so far."""
-        self._link_bytes = link_bytes
+    def meter(self, link_bytes: Callable[[], int], step: Callable[[], int]) -> None:
+        """What this process's links have sent and received so far, and the steps that the peer has applied."""
+        self._link_bytes, self._step = link_bytes, step
 
     async def watch(self) -> None:
         """Look again and again, until cancelled. What was counted last is written then."""
@@ -83,6 +89,7 @@ class Courtesy:
                 await wait_event(self._rules_changed, self._pause_s())
         finally:
             if self.count is not None:
+                self.count.note(self._link_bytes(), world.wall())
                 self.count.write()
 
     async def look(self) -> None:
@@ -97,7 +104,8 @@ class Courtesy:
         if rules is not self._rules:
             return  # they were changed meanwhile: looked at again at once
         used = count.month_bytes if count is not None else 0.0
-        found = self._manners.look(self._seen, now=world.monotonic(), wall=wall, month_bytes=used)
+        usual = median(self._step_bytes) if len(self._step_bytes) == STEPS else 0.0
+        found = self._manners.look(self._seen, now=world.monotonic(), wall=wall, month_bytes=used, step_bytes=usual)
         if found != self._found:
             self._found = found
             self._changed.set()
@@ -106,6 +114,10 @@ class Courtesy:
         """Count, and look again before another thousandth of the cap can have passed."""
         before = count.own_bytes
         count.note(self._link_bytes(), world.wall())
+        step = self._step()
+        if step != self._step_before:
+            self._step_bytes.append(count.own_bytes - self._bytes_before)
+            self._step_before, self._bytes_before = step, count.own_bytes
         rate = max(1.0, count.own_bytes - before) / self._count_s
         self._count_s = min(LOOK_S, max(MIN_COUNT_S, WRITE_SHARE * count.cap.num_bytes / rate))
         if count.needs_writing:

@@ -177,7 +177,9 @@ class PeerDaemon:
             is_excluded=self.exclusions.__contains__,
         )
         stack.push_async_callback(node.close)
-        self.courtesy.meter(lambda: node.traffic().total_bytes)
+        self.courtesy.meter(
+            lambda: node.traffic().total_bytes, lambda: self.assignment.clock.step if self.assignment is not None else 0
+        )
         self._say_phase("network", ", ".join(host.addresses()[:2]))
         link = CoordinatorLink(options.invite, host, node, directory)
         self._handlers = self._handlers_between_assignments(link)

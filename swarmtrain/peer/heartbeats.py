@@ -128,10 +128,11 @@ class HeartbeatLoop:
                     peer.node.forgive(link.peer_id)  # it may be back: do not wait out the back-off
                 if link.is_over:
                     self._departure.dismiss("the run is complete")
-            waits_for_answer = peer.state is PeerState.SYNCING or (
-                peer.state is PeerState.DRAINING and assignment.is_only
+            is_syncing = peer.state is PeerState.SYNCING
+            is_held = peer.state is PeerState.DRAINING and assignment.is_only
+            await wait_event(
+                assignment.heartbeat_now, min(pause_s, HEARTBEAT_S / 4) if is_syncing or is_held else pause_s
             )
-            await wait_event(assignment.heartbeat_now, min(pause_s, HEARTBEAT_S / 4) if waits_for_answer else pause_s)
 
     async def _look_for_it(self) -> None:
         """Read the directory; after an outage that can take long, and meanwhile the coordinator may be back where it
