@@ -13,13 +13,14 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from swarmtrain import __version__
 from swarmtrain.observe.activity import Cause
 from swarmtrain.wire.messages import Code
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+OPEN_METRICS = "application/openmetrics-text"
 MAX_PEERS = 500
 MAX_CONTRIBUTORS = 50  # labels that stay for the whole run
 PEER_STATES = ("joining", "syncing", "serving", "paused", "draining", "gone", "stalled", "unknown")
@@ -256,8 +257,13 @@ class _FromSnapshot(Collector):
         return ()
 
 
-def exposition(families: Callable[[Snapshot], Iterator[Metric]], snapshot: Snapshot) -> bytes:
-    """The text that Prometheus reads."""
+def exposition(
+    families: Callable[[Snapshot], Iterator[Metric]], snapshot: Snapshot, accept: str = ""
+) -> tuple[bytes, str]:
+    """What Prometheus reads, and its content type: OpenMetrics for a client that names it in its Accept header, else
+    the text format 0.0.4."""
     registry = CollectorRegistry()
     registry.register(_FromSnapshot(families, snapshot))
-    return generate_latest(registry)
+    if OPEN_METRICS in accept:
+        return openmetrics.generate_latest(registry), openmetrics.CONTENT_TYPE_LATEST
+    return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from swarmtrain.observe.cost import Cost
 from swarmtrain.observe.http import Handler, Request, Response, as_json
-from swarmtrain.observe.metrics import CONTENT_TYPE, Snapshot, exposition, peer_families
+from swarmtrain.observe.metrics import Snapshot, exposition, peer_families
 
 TakeSnapshot = Callable[[], Snapshot]
 
@@ -21,7 +21,7 @@ def daemon_routes(
 
     def metrics(request: Request) -> Response:
         with cost:
-            return Response(exposition(families, snapshot()), CONTENT_TYPE)
+            return Response(*exposition(families, snapshot(), request.headers.get("accept", "")))
 
     def status(request: Request) -> Response:
         with cost:
