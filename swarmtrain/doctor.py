@@ -29,6 +29,7 @@ from swarmtrain.p2p.host import Host
 from swarmtrain.p2p.network import HostOptions
 from swarmtrain.p2p.p2pd import bundled_p2pd
 from swarmtrain.peer.contacts import directory_rules
+from swarmtrain.peer.gpus import explain, find_gpus
 from swarmtrain.peer.options import choose_device
 from swarmtrain.run.invite import Invite
 from swarmtrain.units import show_gb
@@ -80,6 +81,8 @@ class Patient:
 async def examine(patient: Patient, tell: Tell) -> None:
     """Check everything from the machine to the run; `tell` gets each finding as soon as it is known."""
     tell(device(patient.gpu))
+    for finding in gpus():
+        tell(finding)
     tell(bf16(patient.gpu))
     tell(memory())
     tell(disk(patient.state_dir))
@@ -116,6 +119,12 @@ def device(gpu: int | None) -> Finding:
     free, total = torch.cuda.mem_get_info(chosen)
     what = f"{torch.cuda.get_device_name(chosen)}, {show_gb(free)} of {show_gb(total)} free"
     return Finding("device", Grade.GOOD, f"{what}, torch {torch.__version__}")
+
+
+def gpus() -> Iterator[Finding]:
+    """Each NVIDIA GPU of this machine, with the reason why it can or cannot be used."""
+    for note in explain(find_gpus()):
+        yield Finding("gpu", Grade.GOOD if note.is_usable else Grade.ODD, note.text, note.fix)
 
 
 def bf16(gpu: int | None) -> Finding:

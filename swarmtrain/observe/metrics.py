@@ -265,5 +265,6 @@ def exposition(
     registry = CollectorRegistry()
     registry.register(_FromSnapshot(families, snapshot))
     if OPEN_METRICS in accept:
-        return openmetrics.generate_latest(registry), openmetrics.CONTENT_TYPE_LATEST
+        text: bytes = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
+        return text, openmetrics.CONTENT_TYPE_LATEST
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4

@@ -79,6 +79,19 @@ def test_every_file_that_the_compose_file_mounts_or_builds_from_is_there() -> No
     assert f"\n  {source}:\n" in text  # the name of a service
 
 
+def test_peers_elsewhere_can_reach_the_run_and_containers_keep_their_identity() -> None:
+    text = (DOCKER / "compose.yaml").read_text()
+    (listens,) = re.findall(r"--listen=/ip4/0.0.0.0/tcp/(\d+)", text)
+    assert f'- "{listens}:{listens}"' in text
+    build_arguments = set(re.findall(r"^ARG (\w+)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^        (\w+): \$\{", text, re.MULTILINE)) == build_arguments
+    volumes = set(re.findall(r"^  (\w+):$", text.split("\nvolumes:\n")[1], re.MULTILINE))
+    used = set(re.findall(r"^\s+- (\w+):/", text, re.MULTILINE))
+    assert used == volumes >= {"peers", "run"}
+    assert "capabilities: [gpu]" in text
+    assert "--gpu 0" in text
+
+
 def test_the_image_runs_as_nobody_in_particular() -> None:
     text = (DOCKER / "Dockerfile").read_text()
     assert re.search(r"^USER 10001:10001$", text, re.MULTILINE)
