@@ -13,8 +13,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
-import uvloop
-
 from swarmtrain.cli.live import LiveView, LogLines
 from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.observe.events import Events
@@ -88,9 +86,19 @@ def run_daemon(
             view.thank()
 
     try:
-        uvloop.run(main())
+        run_loop(main())
     except BaseExceptionGroup as group:
         raise _first_expected(group) from group
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run `main` on uvloop, or on asyncio's own loop where that is not to be had, as on Windows."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
 
 
 def keep_freed_memory() -> None:

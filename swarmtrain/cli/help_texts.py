@@ -7,7 +7,7 @@ from collections.abc import Mapping
 Options = Mapping[str, tuple[str, ...]]
 
 VERB_GROUPS: Options = {
-    "Take part": ("local", "join", "doctor", "status", "credit", "top", "pause", "resume", "drain", "service"),
+    "Take part": ("local", "init", "join", "doctor", "status", "credit", "top", "pause", "resume", "drain", "service"),
     "Coordinate a run": ("presets", "manifest", "plan", "coordinator", "audit"),
     "Use a model": ("train", "eval", "generate", "export", "data"),
     "Study": ("study", "sim"),
@@ -25,7 +25,7 @@ OPTION_GROUPS: Mapping[str, Options] = {
         "Where peers work": ("route", "rebalance", "min_left", "min_gain", "min_stay", "look_every"),
     },
     "join": {
-        "What to host": ("stage", "gpu", "cpu", "threads", "name", "state_dir"),
+        "What to host": ("stage", "gpu", "cpu", "threads", "name", "state_dir", "profile"),
         "Limits": ("max_memory", "offload", "max_samples", "max_up", "max_down", "drain_timeout", "find_timeout"),
         "Courtesy to the machine's owner": (
             "hours",
@@ -76,6 +76,10 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("swarmtrain join INVITE --hours 22:00-07:00 --pause-while game", "when nobody needs the machine"),
         ("swarmtrain join INVITE --max-traffic 200GB/month", "on a line that is paid by volume"),
         ("swarmtrain join INVITE --behind-nat", "from behind a router"),
+    ),
+    "init": (
+        ("swarmtrain init", "a file with a comment for every line, to be edited"),
+        ("swarmtrain init --profile night.toml", "one of several, for `swarmtrain join --profile night.toml`"),
     ),
     "doctor": (("swarmtrain doctor INVITE --gpu 0", "try all that joining this run would need"),),
     "status": (("swarmtrain status --json", "every counter, for a program"),),

@@ -13,6 +13,7 @@ from swarmtrain.cli.manners import checked_programs, step_back, usual_threads
 from swarmtrain.cli.numbers import MAX_GPU, MAX_SECONDS, MAX_THREADS, number
 from swarmtrain.cli.options import EventsOption, JsonOption, TestFaultsOption, state_home
 from swarmtrain.cli.places import find_invite, remember_invite, remember_peer
+from swarmtrain.cli.profile import ProfileOption, is_from_profile
 from swarmtrain.courtesy.hours import parse_hours, parse_zone
 from swarmtrain.courtesy.rules import Rules
 from swarmtrain.courtesy.traffic import MAX_DAY, parse_traffic
@@ -29,6 +30,7 @@ def register(app: typer.Typer) -> None:
 
 
 def join(
+    context: typer.Context,
     invite: Annotated[
         str | None,
         typer.Argument(
@@ -140,10 +142,15 @@ def join(
         typer.Option(metavar="HOST:PORT", help="Address at which the run's Prometheus finds them, if different."),
     ] = "",
     test_faults: TestFaultsOption = False,
+    profile: ProfileOption = None,
     events: EventsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Host one stage of a run. Ctrl-C drains; a second Ctrl-C leaves at once."""
+    if cpu and is_from_profile(context, "gpu"):
+        gpu = None
+    if cpu and is_from_profile(context, "cpu") and gpu is not None:
+        cpu = False
     if gpu is not None and cpu:
         raise UsageError("--gpu and --cpu contradict each other")
     chosen, may_move = _stage(stage)

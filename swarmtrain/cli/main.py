@@ -22,6 +22,7 @@ from swarmtrain.cli import (
     local,
     manifests,
     plan,
+    profile,
     sim,
     status,
     study,
@@ -44,7 +45,7 @@ app = App(
 )
 app.add_typer(data_app, name="data", help="Turn text into token shards.")
 app.add_typer(service_app, name="service", help="Have systemd start a peer with the machine, and again after a crash.")
-VERBS = (local, coordinator, join, doctor, status, credit, top, audit, train, evaluate, generate, export)
+VERBS = (local, coordinator, join, profile, doctor, status, credit, top, audit, train, evaluate, generate, export)
 for verb in (*VERBS, study, manifests, plan, sim, completion):
     verb.register(app)
 

@@ -173,10 +173,12 @@ def peer_families(snapshot: Snapshot) -> Iterator[Metric]:
     courtesy = snapshot["courtesy"]
     pause, month = courtesy["pause"] or {}, courtesy["month"] or {}
     yield gauge(
-        "peer_pause_end_time_seconds", "When the peer works again, where that is known.", ({}, pause.get("ends_at"))
+        "peer_pause_end_time_seconds",
+        "When the peer works again; 0: that is not known.",
+        ({}, pause.get("ends_at") or 0.0),
     )
-    yield gauge("peer_month_traffic_bytes", "Traffic of this month, if it has a cap.", ({}, month.get("bytes")))
-    yield gauge("peer_month_traffic_limit_bytes", "The cap of a month's traffic.", ({}, month.get("limit")))
+    yield gauge("peer_month_traffic_bytes", "Traffic of this month, if it has a cap.", ({}, month.get("bytes", 0.0)))
+    yield gauge("peer_month_traffic_limit_bytes", "The cap of a month's traffic; 0: none.", ({}, month.get("limit", 0)))
     yield gauge("peer_gpu_memory_bytes", "GPU memory in use by tensors.", ({}, snapshot["gpu_bytes"]))
 
 
