@@ -66,6 +66,7 @@ class Standing:
     decided: int | None = None  # the step of the last decision
     prepared: frozenset[tuple[str, str]] = frozenset()  # peers that hold the sums of that decision
     is_over: bool = False
+    suspended: Mapping[str, str] = field(default_factory=dict)  # peers that have cost too much (strikes.py), and why
 
     @property
     def is_applying(self) -> bool:
@@ -91,6 +92,8 @@ def judge(member: Member, members: Members, run: Standing, book: StageBook) -> A
         return Answer(Directive.SERVE if is_alone else Directive.WAIT, "its device does not answer")
     if member.excluded_at is not None and step <= member.excluded_at and servers(members, member.stage, step):
         return Answer(Directive.WAIT, "this step is done without it")  # else it would fail where it has failed before
+    if member.peer_id in run.suspended and [m for m in servers(members, member.stage, step) if m.key != member.key]:
+        return Answer(Directive.WAIT, f"it is left out for a while: {run.suspended[member.peer_id]}")
     if members.num_admitted(member.stage) - member.was_admitted >= MAX_SERVING:
         return Answer(Directive.WAIT, "its stage has as many peers as an all-reduce can hold: it waits as a spare")
     if has_state(member, step, book) and (member.state == "serving" or run.holds(member)):

@@ -4,11 +4,13 @@ An all-reduce has no deadline, since links may be slow and gradients large; it h
 reports again and again how much it has received and which peers it waits for. A member without reports is given up: a
 straggler may not know that it is one. How much has to move follows from the bytes of the all-reduce and from how long
 it should take (`Pace`). When no member has moved that much for a while, the attempt has stalled, and the members' last
-reports say which peers they wait for.
+reports say which peers they wait for. It has also if it takes SLOW_FACTOR times as long as expected: a member that lies
+could report progress for ever.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ SILENT_S = 30.0  # a member without a report for this long is given up; longer t
 STALL_S = 30.0  # an attempt in which no byte moves for this long has failed
 MIN_MOVED_BYTES = 4096  # less than this in STALL_S is no progress, whatever the pace
 SLOW_FACTOR = 32.0  # so much slower than expected is no progress; background traffic may be left a sixteenth of a line
+PATIENT_S = 300.0  # every attempt may take so long, however fast the ones before were
 COMPUTE_S = 120.0  # a member may report for this long that its device is at work, and nothing else moves
 UNKNOWN_BYTES_PER_S = 125e3  # what a line should carry of which nothing is known yet
 
@@ -35,6 +38,12 @@ class Pace:
         expected_s = self.expected_s or self.num_bytes / UNKNOWN_BYTES_PER_S
         return max(MIN_MOVED_BYTES, self.num_bytes * STALL_S / (SLOW_FACTOR * max(expected_s, STALL_S)))
 
+    @property
+    def longest_s(self) -> float:
+        """How long an attempt may take, whatever its members report: a report is only what a member says of itself."""
+        expected_s = self.expected_s or self.num_bytes / UNKNOWN_BYTES_PER_S
+        return COMPUTE_S + max(PATIENT_S, SLOW_FACTOR * expected_s)
+
 
 class AttemptWatch:
     """The members of one attempt that have not answered yet."""
@@ -44,6 +53,7 @@ class AttemptWatch:
         self._reports: dict[str, Preparing] = {}
         self._moved_at = now
         self._least_bytes = (pace or Pace()).least_bytes
+        self._ends_at = now + pace.longest_s if pace is not None else math.inf
         self._marked_bytes = dict.fromkeys(self._heard_at, 0)
 
     def heard(self, peer_id: str, report: Preparing, now: float) -> None:
@@ -67,6 +77,7 @@ class AttemptWatch:
         """No member could be heard for this long, because this process stood still or its host was cut off."""
         self._heard_at = {peer_id: at + seconds for peer_id, at in self._heard_at.items()}
         self._moved_at += seconds
+        self._ends_at += seconds
 
     def silent(self, now: float) -> list[str]:
         """Members whose last report is older than SILENT_S."""
@@ -74,6 +85,8 @@ class AttemptWatch:
 
     def has_stalled(self, now: float) -> bool:
         """Whether the attempt makes no progress any more."""
+        if now > self._ends_at:
+            return True
         computes = any(report.is_computing for report in self._reports.values())
         return now - self._moved_at > (COMPUTE_S if computes else STALL_S)
 

@@ -7,7 +7,7 @@ each. Any other peer that has computed a microbatch takes it out of its sum agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from swarmtrain.wire.messages import Hop
@@ -32,23 +32,34 @@ class StepBooks:
         """`rounds`: of microbatches that were begun anew before."""
         self.num_stages, self.num_microbatches = num_stages, num_microbatches
         self._rounds = dict(rounds or {})
-        self._outdated: set[int] = set()  # begun anew, and not answered since
-        self.losses: dict[int, float] = {}
+        self._outdated: set[int] = set()  # begun anew, and no loss since
+        self._answered: set[int] = set()
+        self.losses: dict[int, float] = {}  # of routes whose every hop counts
         self._claims: list[list[list[PeerKey]]] = [[[] for _ in range(num_microbatches)] for _ in range(num_stages)]
 
-    def record(self, microbatch: int, loss: float, route: Iterable[Hop], round: int = 0) -> None:
-        """An answer has arrived. The first loss of a round stands: all answers for one microbatch carry the same.
+    def record(
+        self, microbatch: int, loss: float, route: Collection[Hop], round: int = 0, *, num_hops: int | None = None
+    ) -> None:
+        """An answer has arrived, over `num_hops` peers, of which those in `route` count.
 
-        An answer of a former round does not count.
+        The first loss of a round stands: all answers for one microbatch carry the same. What came through a peer that
+        does not count is no loss of the run: it is asked for again (`replay_plan`). An answer of a former round does
+        not count.
         """
         if round != self.round_of(microbatch):
             return
-        if microbatch in self._outdated:
-            self._outdated.discard(microbatch)
-            self.losses[microbatch] = loss
-        self.losses.setdefault(microbatch, loss)
+        self.answered(microbatch)
+        if num_hops is None or len(route) == num_hops:
+            if microbatch in self._outdated:
+                self._outdated.discard(microbatch)
+                self.losses[microbatch] = loss
+            self.losses.setdefault(microbatch, loss)
         for hop in route:
             self.claim(microbatch, hop)
+
+    def answered(self, microbatch: int) -> None:
+        """It has come back, whatever that is worth: it is not waited for any more, but repaired."""
+        self._answered.add(microbatch)
 
     def round_of(self, microbatch: int) -> int:
         """How often a microbatch was begun anew."""
@@ -105,15 +116,19 @@ class StepBooks:
     @property
     def is_answered(self) -> bool:
         """Whether every microbatch has come back once."""
-        return len(self.losses) == self.num_microbatches
+        return len(self._answered) == self.num_microbatches
 
     def missing(self, stage: int) -> list[int]:
         """Microbatches that no peer has on this stage."""
         return [i for i in range(self.num_microbatches) if not self._claims[stage][i]]
 
     def balances(self, stage: int) -> bool:
-        """Whether every microbatch is in a peer's sum on this stage."""
-        return all(self._claims[stage])
+        """Whether every microbatch is in a peer's sum on this stage, and its loss is known."""
+        return self._has_losses and all(self._claims[stage])
+
+    @property
+    def _has_losses(self) -> bool:
+        return len(self.losses) == self.num_microbatches and not self._outdated
 
     def roster(self, stage: int) -> dict[PeerKey, list[int]]:
         """The microbatches that each peer answers for: the first living claimant of each counts."""
@@ -128,7 +143,10 @@ class StepBooks:
         holders = [self.holder(stage, microbatch) for stage in range(self.num_stages)]
         missing = [stage for stage, holder in enumerate(holders) if holder is None]
         if not missing:
-            return None
+            # Its routes led through peers that do not count: leased again, it is answered from ledgers.
+            hints = tuple(holder for holder in holders if holder is not None)
+            has_loss = microbatch in self.losses and microbatch not in self._outdated
+            return None if has_loss else ReplayPlan(microbatch, 0, None, hints)
         lowest = missing[0]
         hints = tuple(holder for holder in holders[lowest:] if holder is not None)
         return ReplayPlan(microbatch, lowest, holders[lowest - 1] if lowest > 0 else None, hints)

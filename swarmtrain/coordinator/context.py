@@ -10,17 +10,18 @@ from typing import Any
 
 from swarmtrain.chain.dispatch import Dispatcher
 from swarmtrain.chain.exclusions import MAX_EXCLUDED
-from swarmtrain.coordinator.admission import StageBook, Standing
+from swarmtrain.coordinator.admission import StageBook, Standing, servers
 from swarmtrain.coordinator.bans import Bans
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.journal import Decision, Journal
 from swarmtrain.coordinator.members import Member, Members
 from swarmtrain.coordinator.rounds import Rounds
 from swarmtrain.coordinator.split_brain import Known
+from swarmtrain.coordinator.strikes import Offence, Strikes
 from swarmtrain.coordinator.tally import Tally
 from swarmtrain.data.sampler import Sampler
 from swarmtrain.errors import UsageError
-from swarmtrain.observe.events import Events, PeerExcluded, PeerLeft, PeerLost, PeerReadmitted
+from swarmtrain.observe.events import Events, PeerExcluded, PeerLeft, PeerLost, PeerReadmitted, PeerSuspended
 from swarmtrain.observe.faults import Faults
 from swarmtrain.p2p.errors import HostDownError
 from swarmtrain.rpc.calls import OnProgress
@@ -95,13 +96,15 @@ class RunContext:
     waits_for: Wait | None = None
     rounds: Rounds = field(default_factory=Rounds)
     checks: CheckCounts = field(default_factory=CheckCounts)
+    strikes: Strikes = field(default_factory=Strikes)
     _missed: dict[str, float] = field(default_factory=dict)  # peer: when
 
     @property
     def standing(self) -> Standing:
         """Where the run stands, for judging peers."""
         decided = self.decided.step if self.decided is not None else None
-        return Standing(self.step, decided, self.prepared, self.is_over)
+        now = asyncio.get_running_loop().time()
+        return Standing(self.step, decided, self.prepared, self.is_over, self.strikes.suspended(now))
 
     @property
     def known(self) -> Known:
@@ -207,6 +210,16 @@ class RunContext:
         """A peer that is gone does not answer for anything on this stage."""
         for books in self.books.values():
             books.lose(stage, key)
+
+    async def strike(self, member: Member, offence: Offence) -> None:
+        """Hold something against a peer. With too much of it the peer is left out, unless its stage has no other."""
+        now = asyncio.get_running_loop().time()
+        is_out = self.strikes.note(member.peer_id, offence, now)
+        others = [m for m in servers(self.members, member.stage, self.step) if m.peer_id != member.peer_id]
+        if is_out and others:
+            seconds = self.strikes.out_s(member.peer_id, now)
+            self.events.emit(PeerSuspended(member.peer_id, member.stage, offence.text, seconds, member.name))
+            await self.lose(member, f"it is left out: {offence.text}", must_sync=True)
 
     def void_claims(self, member: Member) -> None:
         """A peer's ledgers are gone or out of reach: what it had of the open steps must be computed again."""

@@ -361,7 +361,7 @@ class CoordinatorDaemon:
             return RunProgress()
         is_known = status.state == "training"
         left_s = status.seconds_left() or 0.0
-        return RunProgress(min(status.last.loss, 1e9), status.last.tokens_per_s if is_known else 0.0, left_s)
+        return RunProgress(max(0.0, min(status.last.loss, 1e9)), status.last.tokens_per_s if is_known else 0.0, left_s)
 
     def _claim(self) -> Claim:
         return Claim(self.context.term, self.context.step, self.context.node.peer_id, self._life)

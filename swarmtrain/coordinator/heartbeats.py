@@ -65,11 +65,13 @@ class Heartbeats:
         if report.state in ("syncing", STALLED):
             context.void_claims(member)  # its ledgers are dropped, or out of reach
         self._tell_decision(member)
-        if member.state == "serving" and (former is None or former.state != "serving"):
-            context.events.emit(PeerJoined(member.peer_id, member.stage, member.step, member.name))
         answer = judge(member, context.members, context.standing, context.stages[report.stage])
-        if answer.directive is Directive.SERVE and member.state != STALLED:
+        if answer.directive is not Directive.SERVE:
+            context.members.refuse(peer_id)
+        elif member.state != STALLED:
             context.members.admit(peer_id)
+            if member.state == "serving" and (former is None or former.state != "serving"):
+                context.events.emit(PeerJoined(member.peer_id, member.stage, member.step, member.name))
         await context.notify()
         offer = answer.offer
         verdict = Verdict(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -62,6 +63,7 @@ class Leases:
         batch, delay = context.manifest.batch.microbatches_per_step, context.manifest.schedule.delay
         without_pause = WindowOptions(initial=MIN_IN_FLIGHT, maximum=2 * batch)
         self._in_flight = InFlightWindow(without_pause if delay else stepwise(initial=MIN_IN_FLIGHT, maximum=batch))
+        self._rng = world.random()
         self._num_under_way = 0
         self._idle_since = world.monotonic()
         self.newest = -1  # the state that peers have: steps that need a later one are not leased yet
@@ -127,9 +129,13 @@ class Leases:
         async def one(index: int) -> float:
             async with limit:
                 work = self._work(context.step, index, context.sampler.validation(index), evaluate=True)
-                done = await self._call(work)
-                assert done is not None
-                return done.loss
+                while True:
+                    done = await self._call(work)
+                    assert done is not None
+                    if all(context.members.counts(hop) for hop in done.route):
+                        return done.loss
+                    work = replace(work, hints=self._members_as_hints())  # past peers that are not of the run
+                    await asyncio.sleep(REPAIR_PAUSE_S)
 
         return mean_loss(list(await asyncio.gather(*(one(i) for i in range(count)))))
 
@@ -159,7 +165,8 @@ class Leases:
                 return
             context = self._context
             round = books.round_of(plan.microbatch)
-            request = Replay(context.run_id, context.term, step, plan.microbatch, plan.hints, round)
+            hints = plan.hints or self._members_as_hints(plan.lowest_missing_stage)
+            request = Replay(context.run_id, context.term, step, plan.microbatch, hints, round)
             try:
                 done = await context.node.call(
                     plan.holder.peer_id, request, deadline_s=self._deadlines.deadline_s, expect=Done
@@ -172,6 +179,12 @@ class Leases:
                 books.withdraw(plan.holder.stage, [plan.microbatch], (plan.holder.peer_id, plan.holder.incarnation))
                 await context.notify()
                 return
+            stages = list(range(plan.holder.stage, context.manifest.stages.count))
+            if [hop.stage for hop in done.route] != stages or done.route[0] != plan.holder:
+                log.info("replay of (%d, %d): its route does not lead to the last stage", step, plan.microbatch)
+                books.withdraw(plan.holder.stage, [plan.microbatch], (plan.holder.peer_id, plan.holder.incarnation))
+                await context.notify()
+                return
             await self._record(step, plan.microbatch, done, books, round)
 
     async def _record(self, step: int, microbatch: int, done: Done, books: StepBooks, round: int) -> None:
@@ -180,10 +193,11 @@ class Leases:
         if any(hop.peer_id in context.bans for hop in done.route) and books.round_of(microbatch) == round:
             # Whatever its neighbours on this route have of it is worth nothing.
             context.rounds.begin([(step, microbatch)])
-            books.losses.setdefault(microbatch, done.loss)
+            books.answered(microbatch)
             books.begin_anew(microbatch, context.rounds.of(step, microbatch))
         else:
-            books.record(microbatch, done.loss, [hop for hop in done.route if context.members.counts(hop)], round)
+            counted = [hop for hop in done.route if context.members.counts(hop)]
+            books.record(microbatch, done.loss, counted, round, num_hops=len(done.route))
         await context.notify()
 
     async def _call(self, work: Work, is_wanted: Callable[[], bool] = lambda: True) -> Done | None:
@@ -208,6 +222,15 @@ class Leases:
                     self._in_flight.lost()
                 await self._context.dispatcher.neighbours.wait_for_news(1.0)
         return None
+
+    def _members_as_hints(self, first: int = 0) -> tuple[Hop, ...]:
+        """A peer of each stage from `first` on that counts: hints go before what the directory says."""
+        context, found = self._context, []
+        for stage in range(first, context.manifest.stages.count):
+            if there := [m for m in context.members.of_stage(stage, "serving") if m.was_admitted]:
+                member = self._rng.choice(there)
+                found.append(Hop(stage, member.peer_id, member.report.incarnation))
+        return tuple(found)
 
     def _work(
         self,

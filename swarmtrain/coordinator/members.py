@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from swarmtrain.route.views import MIN_RATE
@@ -14,6 +16,7 @@ SILENT_S = 10.0  # a peer without a heartbeat for this long is lost
 METRICS_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,64}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 _FOLLOWS = ("joining", "syncing", "serving")  # in these states a peer may apply a step before its next heartbeat
 MAX_HEARD = 1 << 16
+MAX_RATE_RATIO = 16.0  # a fibre line among home lines is wider by about that
 MAX_EXCLUDED = 4096  # how many are remembered; an older one that comes back is judged by its state alone
 
 
@@ -50,7 +53,10 @@ class Member:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Announced bytes per second, up and down; 0 if unknown. Else at least MIN_RATE: a share must not overflow."""
+        """Announced bytes per second, up and down; 0 if unknown. Else at least MIN_RATE: a share must not overflow.
+
+        Nobody has measured them: `believable` bounds them where they decide something.
+        """
         up, down = self.report.up_bytes_per_s, self.report.down_bytes_per_s
         return max(up, MIN_RATE) if up else 0.0, max(down, MIN_RATE) if down else 0.0
 
@@ -73,6 +79,29 @@ class Member:
     def key(self) -> tuple[str, str]:
         """What books and rosters call it."""
         return self.peer_id, self.report.incarnation
+
+
+def believable(rates: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Announced rates of the peers of a stage, each at most MAX_RATE_RATIO times the median of the others' ones.
+
+    Who announces more owns more of the sum, and nobody checks what is announced.
+    """
+    ups, downs = (_bounded([pair[way] for pair in rates]) for way in (0, 1))
+    return list(zip(ups, downs, strict=True))
+
+
+def _bounded(rates: Sequence[float]) -> list[float]:
+    known = sorted(rate for rate in rates if rate)
+    if len(known) < 2:
+        return list(rates)
+    low, high = (len(known) - 2) // 2, (len(known) - 1) // 2  # around the median of all but one
+
+    def usual(own: float) -> float:
+        """The median of the others: those from its own position on move down by one."""
+        skip = bisect_left(known, own)
+        return 0.5 * sum(known[i + (i >= skip)] for i in (low, high))
+
+    return [min(rate, MAX_RATE_RATIO * usual(rate)) if rate else rate for rate in rates]
 
 
 class Members:
@@ -140,6 +169,12 @@ class Members:
             self._excluded.pop(member.key, None)
             self._by_peer[peer_id] = replace(member, was_admitted=True, excluded_at=None)
             self._admitted.setdefault(member.stage, set()).add(peer_id)
+
+    def refuse(self, peer_id: str) -> None:
+        """A peer was told something else than to serve: whatever it says, it is in no all-reduce until it is."""
+        member = self._by_peer.get(peer_id)
+        if member is not None and member.state == "serving":
+            self._by_peer[peer_id] = replace(member, report=replace(member.report, state="unknown"))
 
     def _disown(self, member: Member | None) -> None:
         if member is not None and member.was_admitted:

@@ -12,10 +12,11 @@ import numpy as np
 
 from swarmtrain.coordinator.admission import MAX_SERVING, servers
 from swarmtrain.coordinator.attempt_watch import SILENT_S, AttemptWatch, Pace
-from swarmtrain.coordinator.blame import Blame, Reply
+from swarmtrain.coordinator.blame import Blame, Known, Reply, accusations, sum_of
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.context import RunContext
-from swarmtrain.coordinator.members import Member
+from swarmtrain.coordinator.members import Member, believable
+from swarmtrain.coordinator.strikes import Offence
 from swarmtrain.model.buffers import StateLayout
 from swarmtrain.model.reduce_bytes import num_groups, reduce_bytes
 from swarmtrain.observe.events import PrepareFailed, StagePrepared
@@ -24,7 +25,7 @@ from swarmtrain.reduce.coding import stage_elements
 from swarmtrain.reduce.groups import Place, arrange
 from swarmtrain.reduce.selective import StageCompression
 from swarmtrain.rpc.calls import OnProgress
-from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, PeerSilent
+from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, PeerSilent
 from swarmtrain.wire.messages import Code, Prepare, Prepared, Preparing, RosterEntry, Unprepared
 from swarmtrain.wire.schema import Message
 
@@ -83,7 +84,7 @@ class Preparer:
 
     async def prepare(self, step: int, group: tuple[int, ...], books: StepBooks) -> list[PreparedStage]:
         """Prepare the stages of a group, in as many attempts as it takes, leaving out peers that make attempts fail."""
-        context, blame, num_failed = self._context, Blame(), 0
+        context, blame, num_failed = self._context, Blame(self._known(group)), 0
         loop = asyncio.get_running_loop()
         compressed = self._compression.choose()
         while True:
@@ -124,7 +125,7 @@ class Preparer:
                     if good is not None
                 ]
             for side, where in zip(sides, _slices(sides), strict=True):
-                await self._correct(books, requests[side.stage], side.members, answers[where])
+                await self._correct(books, requests[side.stage], side, answers[where])
             await self._leave_out(blame, sides, answers)
             num_failed += 1
             await asyncio.sleep(min(MAX_PAUSE_S, 0.05 * 2 ** min(num_failed, 10)))
@@ -195,7 +196,7 @@ class Preparer:
         """The roster that all-reduces `size` elements: all members of these stages, and newcomers as listeners."""
         members = [(member, side.shares) for side in sides for member in side.members]
         listeners = [(member, side.shares) for side in sides for member in self._listeners(side, step)]
-        places = arrange(size, [member.rates for member, _ in members])
+        places = arrange(size, believable([member.rates for member, _ in members]))
         count = num_groups(len(members))
         places += [Place(len(members) + index, index % count, 0) for index in range(len(listeners))]
         everybody = [*members, *listeners]
@@ -273,7 +274,7 @@ class Preparer:
             return error
         if isinstance(answer, Prepared | Unprepared):
             return answer
-        return NetError(f"answered {answer.wire.kind}")
+        return MalformedAnswer(f"answered {answer.wire.kind}")
 
     async def _leave_out(self, blame: Blame, sides: list[_Side], answers: list[Reply]) -> None:
         """Leave out peers that others cannot reduce with. The stages of a group are judged together, as they reduce."""
@@ -287,29 +288,72 @@ class Preparer:
             ]
         else:
             left_out = blame.attempt(members, answers)
+        for one, other in accusations(members, answers):
+            context.strikes.disputed(one, other)
         for member in left_out:
+            is_other = all(isinstance(answer, Prepared) for answer in answers)
+            await context.strike(member, Offence.DIFFERENT if is_other else Offence.BLAMED)
             await context.lose(member, "other peers of its stage cannot reduce with it", must_sync=True)
 
-    async def _correct(
-        self, books: StepBooks, request: Prepare, members: list[Member], answers: Sequence[Reply]
-    ) -> None:
+    def _known(self, group: tuple[int, ...]) -> Known:
+        """What earlier steps say of the peers of these stages."""
+        context, now = self._context, asyncio.get_running_loop().time()
+        peers = [m.peer_id for stage in group for m in context.members.answering(stage)]
+        return Known(
+            work=context.tally.contributed,
+            strikes={peer_id: context.strikes.score(peer_id, now) for peer_id in peers},
+            disputes={peer_id: context.strikes.num_disputes(peer_id) for peer_id in peers},
+        )
+
+    async def _lacks(self, books: StepBooks, request: Prepare, side: _Side, member: Member, missing: bytes) -> None:
+        """A member says that it lacks microbatches: they are computed again.
+
+        Only those count that the roster says it answers for. It may be right: a route is what the peers before it say.
+        So the peer that gave it the microbatch is in the dispute, and of the two the one with more of them is at fault.
+        """
+        context, own = self._context, set(side.shares.get(member.key, ()))
+        lacks = set(np.frombuffer(missing[: len(missing) // 4 * 4], dtype="<u4").tolist())
+        if len(missing) % 4 or not lacks <= own:
+            await context.strike(member, Offence.IMPOSSIBLE)
+            await context.lose(member, "it lacks microbatches that nobody has asked it for", must_sync=True)
+            return
+        at_fault = member
+        for microbatch in sorted(lacks) if request.stage else ():
+            giver = books.holder(request.stage - 1, microbatch)
+            upstream = context.members.get(giver.peer_id) if giver is not None else None
+            if upstream is not None and upstream.peer_id != member.peer_id:
+                context.strikes.disputed(member.peer_id, upstream.peer_id)
+                if context.strikes.num_disputes(upstream.peer_id) > context.strikes.num_disputes(at_fault.peer_id):
+                    at_fault = upstream
+        books.withdraw(request.stage, sorted(lacks), member.key)
+        await context.strike(at_fault, Offence.FALSE_MISSING)
+
+    async def _correct(self, books: StepBooks, request: Prepare, side: _Side, answers: Sequence[Reply]) -> None:
         """Correct books and members for another attempt."""
         context, reasons = self._context, []
-        for member, answer in zip(members, answers, strict=True):
+        for member, answer in zip(side.members, answers, strict=True):
             if answer is None or isinstance(answer, Prepared):
                 continue
             reasons.append(f"{member.peer_id[-6:]}: {answer.reason if isinstance(answer, Unprepared) else answer}")
             if isinstance(answer, Unprepared):
-                missing = np.frombuffer(answer.missing[: len(answer.missing) // 4 * 4], dtype="<u4").tolist()
-                books.withdraw(request.stage, [i for i in missing if i < books.num_microbatches], member.key)
+                if answer.missing:
+                    await self._lacks(books, request, side, member, answer.missing)
+                elif not (answer.suspects or answer.refused_by):
+                    await context.strike(member, Offence.UNEXPLAINED)
             elif isinstance(answer, CallRefused):
                 if answer.code in (Code.BEHIND, Code.AHEAD, Code.WRONG_STAGE, Code.NOT_SERVING):
+                    await context.strike(member, Offence.REFUSED_PREPARE)
                     await context.lose(member, f"cannot take part in step {request.step + 1}: {answer.code}")
+            elif isinstance(answer, MalformedAnswer):
+                await context.strike(member, Offence.IMPOSSIBLE)
+                await context.lose(member, str(answer), must_sync=True)
             elif not isinstance(answer, HostDownError):  # that is this host's own fault
                 # A peer that is merely silent would be back with its next heartbeat, and cost as much in every step:
                 # it must sync first, unless no other peer has the state.
                 others = [m for m in servers(context.members, member.stage, context.step) if m.key != member.key]
                 must_sync = isinstance(answer, CallTimeout) and bool(others)
+                if isinstance(answer, CallTimeout):
+                    await context.strike(member, Offence.SILENT)
                 await context.lose(member, str(answer), must_sync=must_sync)
         if _agreed(answers) is not None:
             return  # it was the other stage of the group that failed
@@ -360,7 +404,7 @@ def _parts(members: Sequence[Member], answers: Sequence[Reply]) -> dict[tuple[st
 def _agreed(answers: Sequence[Reply]) -> Prepared | None:
     """The answer in which all replicas of a stage agree, with their most common basis; None if they do not."""
     good = [answer for answer in answers if isinstance(answer, Prepared)]
-    if len(good) < len(answers) or len({answer.digest for answer in good}) != 1:
+    if len(good) < len(answers) or len({sum_of(answer) for answer in good}) != 1:
         return None
     bases = [answer.basis for answer in good]
     return replace(good[0], basis=max(sorted(set(bases)), key=bases.count))

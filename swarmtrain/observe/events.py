@@ -138,6 +138,22 @@ class PeerReadmitted(Event):
 
 
 @dataclass(frozen=True)
+class PeerSuspended(Event):
+    """A peer has cost the run too much: for a while it is in no all-reduce, and its work does not count."""
+
+    peer: str
+    stage: int
+    reason: str  # of its last strike
+    seconds: float
+    peer_name: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        who = called(self.peer, self.peer_name)
+        return f"{who} of stage {self.stage} is left out for {show_duration(self.seconds)}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class PeerDoubted(Event):
     """The link to a peer broke: it may be gone. Without further heartbeats it will be lost."""
 

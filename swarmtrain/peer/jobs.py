@@ -149,7 +149,9 @@ class StageJobs:
         if self._num_updates != before:
             raise StaleWork("the parameters have changed meanwhile")
         if self.plan.is_last:
-            return Outcome(b"", float(result))
+            if not np.isfinite(loss := float(result)):
+                raise DivergedError(f"the loss of validation microbatch {microbatch} is {loss}")
+            return Outcome(b"", loss)
         return Outcome(self.codecs.encode_untraced(result, step, microbatch, tokens))
 
     def reconciled_share(

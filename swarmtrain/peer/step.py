@@ -179,7 +179,7 @@ class StepProtocol:
                 reduced = await attempt.all_reduce(share)
         except AllReduceFailed as error:
             log.info("the all-reduce of step %d failed: %s", prepare.step, error)
-            return Unprepared(b"", error.suspects, str(error)[:1000])
+            return Unprepared(b"", error.suspects, str(error)[:1000], error.refused_by[:16])
         squared_norm, digest = await stage.finish(reduced.gradient)
         self._ready[prepare.step] = Ready(reduced, digest, frozenset(wanted))
         basis = await self.bases.propose(prepare.step, reduced.gradient)

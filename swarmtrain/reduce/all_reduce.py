@@ -54,11 +54,11 @@ class Lacks(IntEnum):
 
 
 class AllReduceFailed(Exception):
-    """This attempt cannot finish; `suspects` did not deliver."""
+    """This attempt cannot finish; `suspects` did not deliver, `refused_by` took no share and may have given it up."""
 
-    def __init__(self, reason: str, suspects: Sequence[str]) -> None:
+    def __init__(self, reason: str, suspects: Sequence[str], refused_by: Sequence[str] = ()) -> None:
         super().__init__(reason)
-        self.suspects = tuple(suspects)
+        self.suspects, self.refused_by = tuple(suspects), tuple(refused_by)
 
 
 class _Sum:
@@ -322,7 +322,7 @@ class AllReduce:
         try:
             return (await self._node.call(peer, share, deadline_s=_DAY_S, expect=ReducedPiece)).values
         except CallRefused as error:
-            raise AllReduceFailed(f"{peer[-8:]}: {error}", []) from error
+            raise AllReduceFailed(f"{peer[-8:]}: {error}", [], [peer]) from error
         except NetError as error:
             suspects = [] if isinstance(error, HostDownError) else [peer]  # this peer's own transport may be down
             raise AllReduceFailed(f"{peer[-8:]}: {error}", suspects) from error

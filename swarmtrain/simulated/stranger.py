@@ -22,12 +22,13 @@ from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.directory.directory import Directory, DirectoryOptions, TopicRule
 from swarmtrain.p2p.errors import NetError
 from swarmtrain.p2p.network import ByteStream, HostOptions, NetworkHost
+from swarmtrain.reduce.partition import cut
 from swarmtrain.rpc.errors import CallRefused, Refusal
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.rpc.node import Node
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 from swarmtrain.wire.frames import FrameType, pack_frame
-from swarmtrain.wire.messages import MESSAGES, Code, Heartbeat, Verdict
+from swarmtrain.wire.messages import MESSAGES, Code, Heartbeat, Prepare, ReduceShare, Verdict
 from swarmtrain.wire.peer_report import SERVING, PeerReport
 from swarmtrain.wire.schema import Message
 
@@ -135,6 +136,16 @@ class Stranger:
         self.swarm.until(lambda: bool(found), f"{self.name} has done it")
         return found[0]
 
+    async def share_nothing(self, prepare: Prepare) -> None:
+        """Its part in an all-reduce, as a member without work that owns nothing: the others end theirs."""
+        owners = [entry for entry in prepare.roster if entry.owned]
+        for piece in cut([entry.owned for entry in owners]):
+            share = ReduceShare(
+                prepare.run, prepare.term, prepare.stage, prepare.step, prepare.attempt, piece.index, b""
+            )
+            found: list[Outcome] = []
+            await self._call(owners[piece.owner].peer_id, share, DEADLINE_S, found)
+
     def report(self, stage: int, state: str = SERVING, **fields: Any) -> PeerReport:
         """What it says of itself."""
         return PeerReport(stage, state, self.incarnation, **fields)
@@ -166,8 +177,13 @@ class Stranger:
         """The id of a target; of a daemon, its address too."""
         if isinstance(target, str):
             return target
-        self.host.learn([f"{target.machine.address}/p2p/{target.peer_id}"], of=target.peer_id)
+        self.knows(target)
         return target.peer_id
+
+    def knows(self, *targets: Life) -> None:
+        """It learns where these daemons are."""
+        for target in targets:
+            self.host.learn([f"{target.machine.address}/p2p/{target.peer_id}"], of=target.peer_id)
 
 
 class Deaf:

@@ -25,6 +25,7 @@ Digest = Annotated[str, MaxLength(64)]
 Incarnation = Annotated[str, MaxLength(32)]
 Milliseconds = Annotated[float, Range(0.0, 1e9)]
 Seconds = Annotated[float, Range(0.0, 1e9)]
+Loss = Annotated[float, Range(-1.0, 4e38)]  # of a token, fp32; a little below zero by rounding
 Rate = Annotated[float, Range(0.0, 1e15)]  # bytes per second; 0: not announced
 Text = Annotated[str, MaxLength(1024)]
 Address = Annotated[str, MaxLength(MAX_ADDRESS)]  # a multiaddress

@@ -19,6 +19,7 @@ from swarmtrain.wire.field_types import (
     Digest,
     ExclusionNumber,
     Incarnation,
+    Loss,
     MicrobatchIndex,
     PeerId,
     Rate,
@@ -100,7 +101,7 @@ class Work(Message):
 class Done(Message):
     """The answer to `Work`: the gradient for the caller's output, the loss, the route, and where the time went."""
 
-    loss: Annotated[float, AllowNonFinite()]
+    loss: Loss
     route: Hops
     queue_s: Seconds
     forward_s: Seconds
@@ -317,7 +318,7 @@ class Preparing(Message):
 class Prepared(Message):
     """The reduced sum is at hand: its squared norm and digest."""
 
-    squared_norm: Annotated[float, AllowNonFinite()]
+    squared_norm: Annotated[float, Range(0.0, 1e100), AllowNonFinite()]  # not finite: training diverged
     digest: Digest
     basis: Digest = ""  # from the last stage, when the subspace moves at this step: of the new basis
     share: Digest = ""  # of this peer's own part of the sum, before it knows whether that is checked
@@ -330,6 +331,7 @@ class Unprepared(Message):
     missing: Annotated[bytes, MaxLength(4 * MIB)]  # microbatches the roster names and the ledger lacks
     suspects: Annotated[tuple[PeerId, ...], MaxLength(4096)]  # peers that did not deliver their shares
     reason: Text
+    refused_by: Annotated[tuple[PeerId, ...], MaxLength(16)] = ()  # they took no share; may have given up the attempt
 
 
 @message(kind="reduce_share", priority=Priority.ALL_REDUCE)

@@ -56,7 +56,8 @@ def int_codec(marks: Mapping[type, Any], path: str) -> FieldCodec:
 
 
 def float_codec(marks: Mapping[type, Any], path: str) -> FieldCodec:
-    """A finite number within its Range, if it has one; any float if AllowNonFinite."""
+    """A finite number within its Range, if it has one. With AllowNonFinite also NaN and infinities, but no negative one
+    where the Range has no negative number."""
     low = marks[Range].low if Range in marks else -math.inf
     high = marks[Range].high if Range in marks else math.inf
     allow_non_finite = AllowNonFinite in marks
@@ -65,7 +66,7 @@ def float_codec(marks: Mapping[type, Any], path: str) -> FieldCodec:
         if type(value) is not float:
             raise WrongType(f"{path}: {type(value).__name__} is not a float")
         if not math.isfinite(value):
-            if not allow_non_finite:
+            if not allow_non_finite or (value == -math.inf and low >= 0.0):
                 raise OutOfRange(f"{path}: {value} is not finite")
         elif not low <= value <= high:
             raise OutOfRange(f"{path}: {value} is outside {low}..{high}")

@@ -124,7 +124,8 @@ class Done:
     async def step(self) -> None:
         """A step whose microbatches have all been answered."""
         books = self.context.books[self.context.step] = StepBooks(1, MANIFEST.batch.microbatches_per_step)
-        books.losses = dict.fromkeys(range(books.num_microbatches), 2.5)
+        for index in range(books.num_microbatches):
+            books.record(index, 2.5, ())
         await self.driver.step(checkpoint=False)
 
     async def repair(self, step: int, books: StepBooks) -> None:

@@ -143,7 +143,7 @@ def test_a_stage_with_more_peers_than_a_roster_holds_reduces_without_the_spares(
     async def main() -> None:
         peers = Peers(step=3)
         worker = "zz-worker"  # last in the fixed order
-        for name in [*(f"p{i:04}" for i in range(MAX_SERVING + 300)), worker]:
+        for name in [worker, *(f"p{i:04}" for i in range(MAX_SERVING + 300))]:
             await peers.heartbeat(name, "serving")
         peers.answer(worker, 0, 1, 2, 3)
         for index in range(MAX_LISTENERS + 50):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from swarmtrain.coordinator import strikes
 from swarmtrain.observe.events import PeerLost
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.run.presets import preset
@@ -189,7 +190,10 @@ def test_a_peer_whose_device_hangs_costs_one_deadline_and_comes_back_when_it_ans
     ends_well(swarm)
 
 
-def test_a_peer_that_hangs_without_knowing_it_costs_one_deadline(make_swarm: MakeSwarm) -> None:
+def test_a_peer_that_hangs_without_knowing_it_costs_one_deadline_and_is_left_out_for_a_while(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strikes, "FIRST_OUT_S", 4.0)  # so that it ends before the run
     swarm = make_swarm(*run(2, 40))
     swarm.start(num_peers=4)
     swarm.until(lambda: swarm.step >= 3, "three steps")
@@ -207,8 +211,9 @@ def test_a_peer_that_hangs_without_knowing_it_costs_one_deadline(make_swarm: Mak
     assert swarm.now - began < 17 * 0.5 + 2 * 30.0
     swarm.until(serves(swarm, hung), "it serves again")
     ends_well(swarm)
+    assert [event.peer for _, event in swarm.happened("peer_suspended")] == [hung.peer_id]  # type: ignore[attr-defined]
     assert [name for name, _ in lost(swarm)] == [hung.name]
-    assert "has not reported" in lost(swarm)[0][1]
+    assert "it was silent" in lost(swarm)[0][1]
 
 
 def test_the_only_peer_of_a_stage_may_hang_for_minutes_and_nothing_is_lost(make_swarm: MakeSwarm) -> None:
