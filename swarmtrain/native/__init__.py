@@ -87,7 +87,7 @@ class Native:
         return bool(self._add(share.ctypes.data, width, total.size, step, total.ctypes.data) == 0)
 
     def put(self, numbers: int, num_bytes: int, count: int, rounder: float, sign: int, total: int) -> None:
-        """Add `count` numbers of 4 bytes (fp32) or 2 (bf16), rounded to the grid of `rounder`, to doubles. Addresses."""
+        """Add `count` numbers of 4 bytes (fp32) or 2 (bf16) to doubles, rounded to the grid of `rounder`. Addresses."""
         self._put[num_bytes](numbers, count, rounder, float(sign), total)
 
     def round(self, total: Steps, step: float, numbers: Floats) -> bool:
