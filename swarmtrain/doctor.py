@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 import torch
 
+from swarmtrain.chain.claim import CoordinatorRecord
+from swarmtrain.chain.line_check import Line, listening_port, try_line
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.directory.directory import MAX_CLOCK_OFFSET_S, Directory, DirectoryOptions
 from swarmtrain.errors import ExitCode, SwarmtrainError
@@ -31,8 +33,14 @@ from swarmtrain.p2p.p2pd import bundled_p2pd
 from swarmtrain.peer.contacts import directory_rules
 from swarmtrain.peer.gpus import explain, find_gpus
 from swarmtrain.peer.options import choose_device
+from swarmtrain.rpc.errors import Refusal
+from swarmtrain.rpc.exchange import Exchange
+from swarmtrain.rpc.node import Node
 from swarmtrain.run.invite import Invite
 from swarmtrain.units import show_gb
+from swarmtrain.wire.messages import MESSAGES, Code
+from swarmtrain.wire.records import parse_record
+from swarmtrain.wire.schema import Message
 
 ENOUGH_MEMORY_BYTES = 1 << 30  # interpreter, torch, network daemon, and a small stage
 ENOUGH_DISK_BYTES = 256 << 20  # identity, logs and events of a peer
@@ -224,9 +232,12 @@ async def _run(host: Host, invite: Invite, look_s: float, tell: Tell) -> None:
     """Check the clock and the coordinator by the run's directory."""
     options = DirectoryOptions(rules=directory_rules(invite), client_mode=True)
     directory = await Directory.start(host, invite.run_id, options)
+    line: Line | None = None
     try:
-        coordinator = await _coordinator(directory, look_s)
+        coordinator = await _coordinator(host, directory, look_s)
         status = directory.status()
+        if coordinator:
+            line = await _line(host, coordinator, invite.run_id)
     finally:
         await directory.close()
     if status.num_neighbours:
@@ -235,13 +246,50 @@ async def _run(host: Host, invite: Invite, look_s: float, tell: Tell) -> None:
         _skip(tell, ("clock",), "no peer has told its time")
     if coordinator:
         tell(Finding("run", Grade.GOOD, f"run {invite.run_id} is coordinated by {coordinator[-8:]}"))
+        for finding in line_findings(line or Line("there was no time")):
+            tell(finding)
     else:
         fix = "is the coordinator running, and is this its newest invite?"
         detail = f"no coordinator of run {invite.run_id} within {look_s:.0f} s"
         tell(Finding("run", Grade.BAD, detail, fix, ExitCode.UNREACHABLE))
 
 
-async def _coordinator(directory: Directory, look_s: float) -> str:
+async def _line(host: Host, coordinator: str, run: str) -> Line:
+    """Whether the run can dial this machine, and how fast the line to it is."""
+    node = Node(host, MESSAGES, _answer_nothing)
+    try:
+        return await try_line(node, coordinator, run, listening_port(host.addresses()))
+    finally:
+        await node.close()
+
+
+async def _answer_nothing(message: Message, exchange: Exchange) -> Message:
+    raise Refusal(Code.NOT_SERVING, "this is a doctor, no peer")
+
+
+def line_findings(line: Line) -> Iterator[Finding]:
+    """Whether others can dial this machine, the line's speed, and which options that asks for."""
+    if line.problem:
+        for name in ("dial", "line"):
+            yield Finding(name, Grade.SKIPPED, f"the coordinator did not try: {line.problem}")
+        return
+    if line.error:
+        detail = f"others cannot dial this machine{f' at {line.address}' if line.address else ''}: {line.error}"
+        fix = "join with --behind-nat; or forward a port, and name it with --listen and --announce"
+        yield Finding("dial", Grade.ODD, detail, fix)
+    else:
+        yield Finding("dial", Grade.GOOD, f"the coordinator can dial this machine at {line.address}")
+    if not line.up_bytes_per_s:
+        yield Finding("line", Grade.SKIPPED, "the coordinator permits no measurement now")
+        return
+    is_slow = "--max-up" in line.advice
+    fix = f"join with {line.advice}, which leaves a fifth of the upload to others here" if is_slow else ""
+    yield Finding("line", Grade.ODD if is_slow else Grade.GOOD, line.speeds(), fix)
+    if line.advice == "fine":
+        yield Finding("advice", Grade.GOOD, "fine: no option is needed for this line")
+
+
+async def _coordinator(host: Host, directory: Directory, look_s: float) -> str:
     """The peer that announces itself as coordinator with the run's signature; empty if none is found in time."""
     ends_at = asyncio.get_running_loop().time() + look_s
     while True:
@@ -249,6 +297,9 @@ async def _coordinator(directory: Directory, look_s: float) -> str:
             found = await directory.lookup(COORDINATOR_TOPIC)
         except SwarmtrainError:
             found = {}
+        for peer_id, record in found.items():
+            if (said := parse_record(CoordinatorRecord, record.value)) is not None:
+                host.learn(said.addresses, of=peer_id)
         if found or asyncio.get_running_loop().time() >= ends_at:
             return next(iter(found), "")
         await asyncio.sleep(0.5)  # the directory has no notifications

@@ -32,6 +32,7 @@ from swarmtrain.coordinator.bans import Bans
 from swarmtrain.coordinator.checkpointing import Checkpoints
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.curve import PastStep
+from swarmtrain.coordinator.dial_back import DialBacks
 from swarmtrain.coordinator.downloads import Downloads
 from swarmtrain.coordinator.election import elected, electorate
 from swarmtrain.coordinator.heartbeats import Heartbeats
@@ -70,12 +71,14 @@ from swarmtrain.wire.messages import (
     Acknowledged,
     AskMove,
     Code,
+    DialBack,
     FetchDigests,
     FetchReceipt,
     FetchRun,
     FetchState,
     Heartbeat,
     Leave,
+    MeasureLine,
     RunProgress,
     SeekStage,
 )
@@ -265,6 +268,7 @@ class CoordinatorDaemon:
         applies = Applies(self.context)
         self.heartbeats = Heartbeats(self.context, applies.tell, self._progress)
         self.receipts = Receipts(self.context, self._key)
+        self.dial_backs = DialBacks(host, self.run_id)
         self.moves = Moves(self.context, self.options.moves)
         self.progress = Run(self.context, self.checkpoints, applies, min_peers=self.options.min_peers)
         self._offer = make_offer(manifest, self._key)
@@ -318,6 +322,10 @@ class CoordinatorDaemon:
             return self._offer
         if isinstance(message, Heartbeat):
             return await self.heartbeats.heartbeat(message, exchange.peer_id)
+        if isinstance(message, DialBack):
+            return await self.dial_backs.dial(message, exchange.peer_id)
+        if isinstance(message, MeasureLine):
+            return self.dial_backs.measure(message, exchange.peer_id)
         if isinstance(message, FetchReceipt):
             return self.receipts.fetch(message, exchange.peer_id)
         if isinstance(message, SeekStage):

@@ -205,6 +205,29 @@ class Host:
         self.learn(str(address) for way in grouped.values() for address in way)
         return list(await asyncio.gather(*(self._dial(peer_id, way) for peer_id, way in grouped.items())))
 
+    async def dial_back(self, peer_id: str, port: int, *, timeout_s: float) -> tuple[str, str]:
+        """Whether the machine behind a connected peer accepts a connection at `port`: (address, error, or empty).
+
+        Only the address at which this host sees the peer is dialed, so that no peer can choose whom.
+        """
+        p2pd = await self._running_p2pd()
+        try:
+            observed = await p2pd.observed_addresses(peer_id)
+        except NetError as failure:
+            return "", str(failure)
+        direct = [address.without_peer() for address in observed if not address.is_relayed]
+        if not direct:
+            return "", "it is connected through a relay only"
+        address = direct[0].with_port(port)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.options.probe(address.host, port)
+        except TimeoutError:
+            return str(address), f"no answer within {timeout_s:g} s"
+        except OSError as failure:
+            return str(address), failure.strerror or str(failure)
+        return str(address), ""
+
     async def connected_peers(self) -> set[str]:
         """Ids of all peers to which this host has a connection."""
         p2pd = await self._running_p2pd()

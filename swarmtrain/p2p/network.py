@@ -133,6 +133,9 @@ class NetworkHost(Transport, CallNetwork, Protocol):
     async def wait_ready(self) -> None:
         """Return when the transport is up; raises HostDownError if the host is closed meanwhile."""
 
+    async def dial_back(self, peer_id: str, port: int, *, timeout_s: float) -> tuple[str, str]:
+        """Whether the machine behind a connected peer accepts a connection at `port`: (address, error, or empty)."""
+
     def subscribe(self, callback: Callable[[HostEvent], None]) -> None:
         """Call `callback` with every event from now on."""
 

@@ -221,6 +221,12 @@ class P2pd:
         response = await self.request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), timeout_s=timeout_s)
         return {peer_id_from_bytes(peer.id) for peer in response.peers}
 
+    async def observed_addresses(self, peer_id: str, *, timeout_s: float = 5.0) -> list[Address]:
+        """The other ends of this host's connections to a peer."""
+        response = await self.request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), timeout_s=timeout_s)
+        mine = [peer for peer in response.peers if peer_id_from_bytes(peer.id) == peer_id]
+        return [Address.from_bytes(raw) for peer in mine for raw in peer.addrs]
+
     async def serve(self, protocol: str, socket_path: Path, *, timeout_s: float = 5.0) -> None:
         """Have p2pd connect to `socket_path` for every incoming stream of `protocol`."""
         handler = p2pd_pb2.StreamHandlerRequest(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from swarmtrain import world
+from swarmtrain.p2p.addresses import Address
 from swarmtrain.p2p.dialing import AddressBook
 from swarmtrain.p2p.errors import BootstrapError, DialResult, HostDownError, PeerUnreachable
 from swarmtrain.p2p.identity import Identity
@@ -99,6 +100,13 @@ class SimulatedHost:
     def hear(self, addresses: Iterable[str], *, of: str) -> None:
         """See `NetworkHost`."""
         self._book.hear(addresses, of=of)
+
+    async def dial_back(self, peer_id: str, port: int, *, timeout_s: float) -> tuple[str, str]:
+        """See `NetworkHost`. Every port of a machine that is on and can be reached is open."""
+        reached = await self._reach(peer_id, timeout_s)
+        if isinstance(reached, str):
+            return "", reached
+        return str(Address.parse(reached.machine.address).with_port(port)), ""
 
     def subscribe(self, callback: Callable[[HostEvent], None]) -> None:
         """See `NetworkHost`."""

@@ -39,6 +39,7 @@ from swarmtrain.wire.schema import AllowNonFinite, Blob, MaxLength, Message, Pri
 REDONE = struct.Struct("<QII")  # step, microbatch, round
 MAX_REDONE = 1 << 15  # of the open steps
 MAX_CHECKED = 1024  # microbatches in one check
+MAX_MEASURED_BYTES = 1 << 20  # that a measurement of a line costs, each way
 MAX_EMPTY_STAGES = 16  # named in a verdict; work does not get past the first of them anyway
 MAX_EXCLUSIONS_TOLD = 128  # in one verdict; a peer that does not know as many asks again at once
 
@@ -258,6 +259,40 @@ class ReceiptIssued(Message):
 
     body: Annotated[str, MaxLength(32 * 1024)]
     signature: Annotated[bytes, MaxLength(128)]
+
+
+@message(kind="dial_back", priority=Priority.CONTROL)
+class DialBack(Message):
+    """Asks the coordinator to open a connection to the caller's own address, as it sees it, at this port. Answer:
+    `DialedBack`."""
+
+    run: RunId
+    port: Annotated[int, Range(1024, 65535)]
+
+
+@message(kind="dialed_back", priority=Priority.CONTROL)
+class DialedBack(Message):
+    """What was dialed, and why it did not answer; empty if it did."""
+
+    address: Annotated[str, MaxLength(256)]
+    error: Text
+    measured_bytes: Annotated[int, Range(0, MAX_MEASURED_BYTES)]  # that a `measure_line` may have each way; 0: none
+
+
+@message(kind="measure_line", priority=Priority.STATE)
+class MeasureLine(Message):
+    """Bytes that mean nothing, up; as many as are wanted, down. After a `dial_back` only. Answer: `LineMeasured`."""
+
+    run: RunId
+    wanted_bytes: Annotated[int, Range(0, MAX_MEASURED_BYTES)]
+    filling: Annotated[Blob, MaxLength(MAX_MEASURED_BYTES)]
+
+
+@message(kind="line_measured", priority=Priority.STATE)
+class LineMeasured(Message):
+    """The bytes that were wanted."""
+
+    filling: Annotated[Blob, MaxLength(MAX_MEASURED_BYTES)]
 
 
 @message(kind="fetch_run", priority=Priority.CONTROL)
@@ -572,6 +607,10 @@ MESSAGES = Registry(
     Verdict,
     FetchReceipt,
     ReceiptIssued,
+    DialBack,
+    DialedBack,
+    MeasureLine,
+    LineMeasured,
     SeekStage,
     StageFound,
     AskMove,

@@ -148,7 +148,7 @@ def test_the_doctor_finds_nothing_to_mend_beside_a_running_swarm(swarm: Swarm) -
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert (done.returncode, found.pop()) == (0, {"done": True, "bad": 0}), done.stdout
     found = [item for item in found if item["name"] not in ("bf16", "gpu")]  # what this machine has, not the swarm's
-    names = ["device", "memory", "disk", "p2pd", "ports", "bootstrap", "clock", "run"]
+    names = ["device", "memory", "disk", "p2pd", "ports", "bootstrap", "clock", "run", "dial", "line", "advice"]
     assert [(item["name"], item["verdict"]) for item in found] == [(name, "good") for name in names]
 
 
