@@ -12,7 +12,7 @@ from typing import Protocol
 
 from swarmtrain.courtesy.sensors import MachineSensors, Sensors
 from swarmtrain.observe.control import Command, ControlServer
-from swarmtrain.observe.http import Handler, HttpServer, parse_address, same_port_as_before
+from swarmtrain.observe.http import Action, Handler, HttpServer, parse_address, same_port_as_before
 from swarmtrain.p2p.host import Host
 from swarmtrain.p2p.network import HostOptions, NetworkHost
 
@@ -38,7 +38,12 @@ class Machine(Protocol):
         """Answer `swarmtrain status`, `pause`, … of this machine's user."""
 
     async def serve_http(
-        self, routes: Mapping[str, Handler], address: str, option: str, note: Path | None = None
+        self,
+        routes: Mapping[str, Handler],
+        address: str,
+        option: str,
+        note: Path | None = None,
+        actions: Mapping[str, Action] | None = None,
     ) -> Door:
         """Answer HTTP on HOST:PORT, which `option` named; port 0: a free one, if possible that of `note`."""
 
@@ -60,10 +65,15 @@ class ThisMachine:
         return server
 
     async def serve_http(
-        self, routes: Mapping[str, Handler], address: str, option: str, note: Path | None = None
+        self,
+        routes: Mapping[str, Handler],
+        address: str,
+        option: str,
+        note: Path | None = None,
+        actions: Mapping[str, Action] | None = None,
     ) -> Door:
         """See `Machine`."""
-        server = HttpServer(routes)
+        server = HttpServer(routes, actions)
         host, port = parse_address(address, option)
         await server.start(*(same_port_as_before(host, port, note) if note is not None else (host, port)))
         return server

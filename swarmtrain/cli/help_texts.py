@@ -7,7 +7,8 @@ from collections.abc import Mapping
 Options = Mapping[str, tuple[str, ...]]
 
 VERB_GROUPS: Options = {
-    "Take part": ("local", "init", "join", "doctor", "status", "credit", "top", "pause", "resume", "drain", "service"),
+    "Take part": ("local", "init", "join", "doctor", "status", "credit", "top"),
+    "A peer of yours": ("page", "pause", "resume", "drain", "service"),
     "Coordinate a run": ("presets", "manifest", "plan", "coordinator", "audit"),
     "Use a model": ("train", "eval", "generate", "export", "data"),
     "Study": ("study", "sim"),
@@ -91,6 +92,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("swarmtrain top", "of the coordinator on this machine"),
         ("swarmtrain top http://192.0.2.7:8080/ --once", "one frame, of another"),
     ),
+    "page": (("swarmtrain page", "pause, resume, hours and limits, in a browser of this machine"),),
     "pause": (("swarmtrain pause", "all peers of this machine, until `swarmtrain resume`"),),
     "resume": (("swarmtrain resume", "after `swarmtrain pause`"),),
     "drain": (("swarmtrain drain", "finish the step and leave: as Ctrl-C"),),

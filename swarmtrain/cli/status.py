@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command("drain")(drain)
     app.command("pause")(pause)
     app.command("resume")(resume)
+    app.command("page")(page)
 
 
 def status(state_dir: StateDir = None, as_json: JsonOption = False) -> None:
@@ -58,6 +59,23 @@ def pause(state_dir: StateDir = None) -> None:
 def resume(state_dir: StateDir = None) -> None:
     """Have paused peers of this machine serve again."""
     _tell_peers(state_dir, "resume", "resumed")
+
+
+def page(
+    state_dir: StateDir = None,
+    show: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser, if this is a terminal.")] = True,
+) -> None:
+    """Print the address of this machine's peer's own page: what it does and why, what it gave, its limits to change."""
+    import sys
+    import webbrowser
+
+    from swarmtrain.observe.control import ask
+
+    for directory in _directories(state_dir, "peer"):
+        url = str(asyncio.run(ask(directory / "control.sock", "page"))["url"])
+        print(url)
+        if show and sys.stdout.isatty():
+            webbrowser.open(url)
 
 
 def _tell_peers(state_dir: Path | None, command: str, done: str) -> None:

@@ -1,6 +1,7 @@
-"""A small read-only HTTP server: GET and HEAD, no bodies, no keep-alive, hard limits on everything a client controls.
+"""A small HTTP server: GET and HEAD, no keep-alive, hard limits on everything a client controls.
 
-It is enough for a status page, Prometheus and a health check; no request changes anything.
+It is enough for a status page, Prometheus and a health check. A request changes something only where a server is given
+`actions`: these answer POST with a small body, and judge themselves who may ask.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import os
 import re
 import socket
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -25,6 +26,7 @@ from swarmtrain.errors import ExitCode, SwarmtrainError, UsageError
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 8192  # request line and headers
+MAX_BODY_BYTES = 4096  # of a POST
 HEAD_S = 5.0  # a client that has not sent its request by then is disconnected
 WRITE_S = 10.0  # a client that does not read for so long is disconnected
 MAX_CONNECTIONS = 128
@@ -32,7 +34,7 @@ MAX_STREAMS = 64  # of them, event streams
 MAX_FILES = 4  # of them, downloads of files
 PIECE_BYTES = 1 << 18  # of a file: so much of it is in memory
 
-_REQUEST = re.compile(rb"(GET|HEAD) (/[!-~]{0,2000}) HTTP/1\.[01]\r\n")
+_REQUEST = re.compile(rb"(GET|HEAD|POST) (/[!-~]{0,2000}) HTTP/1\.[01]\r\n")
 _METHOD = re.compile(rb"[A-Z]{1,16} ")
 _COMMON = {
     "X-Content-Type-Options": "nosniff",
@@ -58,6 +60,7 @@ class Request:
     path: str
     query: Mapping[str, str]
     headers: Mapping[str, str]  # lower-case names
+    body: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class FileBody:
 
 Answer = Response | EventStream | FileBody
 Handler = Callable[[Request], Answer]
+Action = Callable[[Request], Awaitable[Response]]
 
 
 def as_json(item: Any) -> Response:
@@ -143,10 +147,10 @@ def same_port_as_before(host: str, port: int, note: Path) -> tuple[str, int]:
 
 
 class HttpServer:
-    """Serves `routes`, by exact path, at one address."""
+    """Serves `routes`, by exact path, at one address; and `actions` to those who POST."""
 
-    def __init__(self, routes: Mapping[str, Handler]) -> None:
-        self._routes = routes
+    def __init__(self, routes: Mapping[str, Handler], actions: Mapping[str, Action] | None = None) -> None:
+        self._routes, self._actions = routes, actions or {}
         self._server: asyncio.AbstractServer | None = None
         self._clients: set[asyncio.Task[None]] = set()
         self._num_streams = self._num_files = 0
@@ -203,7 +207,10 @@ class HttpServer:
             await self._send(writer, _plain(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE), whole=True)
             return
         match = _REQUEST.match(head)
-        if match is None:
+        if match is not None and match[1] == b"POST" and self._actions:
+            await self._send(writer, await self._act(match[2].decode("ascii"), head, reader), whole=True)
+            return
+        if match is None or match[1] == b"POST":
             wrong = HTTPStatus.METHOD_NOT_ALLOWED if _METHOD.match(head) else HTTPStatus.BAD_REQUEST
             await self._send(writer, _plain(wrong), whole=True)
             return
@@ -215,6 +222,24 @@ class HttpServer:
             await self._send_file(writer, answer, whole=whole)
         elif whole:
             await self._stream(writer, answer)
+
+    async def _act(self, target: str, head: bytes, reader: asyncio.StreamReader) -> Response:
+        request = _request(target, head)
+        action = self._actions.get(request.path)
+        if action is None:
+            return _plain(HTTPStatus.METHOD_NOT_ALLOWED if request.path in self._routes else HTTPStatus.NOT_FOUND)
+        length = request.headers.get("content-length", "")
+        if not length.isdecimal() or len(length) > 6:
+            return _plain(HTTPStatus.LENGTH_REQUIRED)
+        if int(length) > MAX_BODY_BYTES:
+            return _plain(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        async with asyncio.timeout(HEAD_S):
+            body = await reader.readexactly(int(length))
+        try:
+            return await action(replace(request, body=body))
+        except Exception:
+            log.exception("cannot do what was asked")
+            return _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
 
     def _answer(self, request: Request) -> Answer:
         handler = self._routes.get(request.path)

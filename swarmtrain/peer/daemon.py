@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from swarmtrain import world
 from swarmtrain.chain.exclusions import Exclusions
+from swarmtrain.courtesy.settings import Settings, read_settings
 from swarmtrain.directory.directory import Directory, DirectoryOptions
 from swarmtrain.errors import SwarmtrainError, UsageError
 from swarmtrain.machine import Machine, ThisMachine
@@ -34,6 +35,7 @@ from swarmtrain.peer.assignment import Assignment, Departure, open_assignment
 from swarmtrain.peer.checking import Checking
 from swarmtrain.peer.compute import Stopped
 from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, Strangers, directory_rules
+from swarmtrain.peer.contribution import Contribution
 from swarmtrain.peer.courtesy import Courtesy
 from swarmtrain.peer.heartbeats import Announcing, HeartbeatLoop
 from swarmtrain.peer.identity import PeerState
@@ -42,6 +44,7 @@ from swarmtrain.peer.microbatch import Microbatches
 from swarmtrain.peer.moving import Moving
 from swarmtrain.peer.observing import PeerObserver
 from swarmtrain.peer.options import AUTO, PeerOptions, check_fit, fitting_stages
+from swarmtrain.peer.own_page import OwnPage
 from swarmtrain.peer.receipts import ReceiptKeeper
 from swarmtrain.peer.step import StepProtocol
 from swarmtrain.peer.work_stealing import Thief, Victim
@@ -78,6 +81,7 @@ T = TypeVar("T")
 FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 15.0
 ATTEMPT_S = 10.0  # one attempt at finding the coordinator: after that the peer says that it waits
+RECORD_S = 15.0  # between two looks at what counts as this peer's
 REMIND_S = 60.0  # how often it says so while nothing changes
 
 
@@ -120,8 +124,13 @@ class PeerDaemon:
         self.assignment: Assignment | None = None  # while it hosts a stage
         self.exclusions = Exclusions()
         self._observer: PeerObserver | None = None
-        sensors = self._machine.sensors(options.gpu_index)
-        self.courtesy = Courtesy(options.courtesy, sensors, events, options.traffic_file)
+        self._settings = read_settings(options.state_dir)
+        up, down = self._settings.rates(options.max_up_bytes_per_s, options.max_down_bytes_per_s)
+        self.options = replace(options, max_up_bytes_per_s=up, max_down_bytes_per_s=down)
+        rules = self._settings.rules(options.courtesy)
+        self.courtesy = Courtesy(rules, self._machine.sensors(options.gpu_index), events, options.traffic_file)
+        self.contribution = Contribution(options.state_dir)
+        self._page = OwnPage(self._machine, options.state_dir, self.snapshot)
 
     async def run(self) -> None:
         """Join, serve until asked to leave or the run ends, drain, go."""
@@ -158,6 +167,7 @@ class PeerDaemon:
         host = await patience.insist(lambda _: self._start_host(), is_over=lambda: False)
         stack.push_async_callback(host.close)
         self._say_phase("identity", host.peer_id)
+        stack.push_async_callback(self._page.close)
         limiter = RateLimiter(
             max_up_bytes_per_s=options.max_up_bytes_per_s or None,
             max_down_bytes_per_s=options.max_down_bytes_per_s or None,
@@ -258,7 +268,7 @@ class PeerDaemon:
             name=options.name,
         )
         receipts = ReceiptKeeper(peer, link, options.invite, options.state_dir)
-        await self._serve_control(stack, assignment, observer, receipts)
+        await self._serve_control(stack, assignment, observer, receipts, joined.limiter)
         heartbeats = HeartbeatLoop(
             assignment,
             options,
@@ -307,6 +317,7 @@ class PeerDaemon:
                 tasks.create_task(assignment.watch_device()),
                 tasks.create_task(self.courtesy.watch()),
                 tasks.create_task(self.courtesy.obey(assignment)),
+                tasks.create_task(self._record(settled.observer)),
             ]
             if assignment.mover is not None:
                 moving = Moving(peer, joined.manifest, joined.link, joined.directory, assignment.mover, departure)
@@ -356,6 +367,7 @@ class PeerDaemon:
         assignment: Assignment,
         observer: PeerObserver,
         receipts: ReceiptKeeper,
+        limiter: RateLimiter,
     ) -> None:
         """What the owner may ask on the local control socket: status, credit, drain, pause, resume; under test, cut."""
         peer = assignment.peer
@@ -390,7 +402,12 @@ class PeerDaemon:
             await receipts.fetch()
             return {"path": str(receipts.path), "receipt": receipts.held.as_dict() if receipts.held else None}
 
+        async def page(request: dict[str, Any]) -> dict[str, Any]:
+            owner = AtThePage(self, assignment, limiter)
+            return {"url": await self._page.open(owner, lambda: self.contribution.points)}
+
         commands: dict[str, Command] = {
+            "page": page,
             "status": status,
             "credit": credit,
             "drain": drain,
@@ -412,8 +429,67 @@ class PeerDaemon:
         self._say_phase("metrics", f"http://{door.address}/metrics")
         return (self.options.metrics_announce or door.address)[:80]
 
+    async def _record(self, observer: PeerObserver) -> None:
+        """Note what counts as this peer's, until cancelled."""
+        contribution = self.contribution
+        try:
+            while True:
+                contribution.note(world.wall(), observer.credit()["microbatches"])
+                if contribution.needs_writing:
+                    await world.in_thread(contribution.write)
+                await asyncio.sleep(RECORD_S)
+        finally:
+            contribution.write()
+
+    def settings(self) -> Settings:
+        """What the owner has changed on the page."""
+        return self._settings
+
+    async def change(self, settings: Settings, limiter: RateLimiter) -> None:
+        """Change them, now and for later starts. The coordinator is told other caps at the next start."""
+        merged = replace(self._settings, **{key: value for key, value in asdict(settings).items() if value is not None})
+        await world.in_thread(partial(merged.write, self.options.state_dir))
+        self._settings = merged
+        up, down = merged.rates(self.options.max_up_bytes_per_s, self.options.max_down_bytes_per_s)
+        limiter.change(up or None, down or None)
+        self.courtesy.change(merged.rules(self.courtesy.rules))
+
     def _say_phase(self, phase: str, detail: str) -> None:
         self.events.emit(PhaseReached(phase, detail))
+
+
+class AtThePage:
+    """What the page of one stay may ask; an `Owner`."""
+
+    def __init__(self, daemon: PeerDaemon, assignment: Assignment, limiter: RateLimiter) -> None:
+        self._daemon, self._assignment, self._limiter = daemon, assignment, limiter
+
+    def settings(self) -> Settings:
+        """See `Owner`."""
+        return self._daemon.settings()
+
+    def in_force(self) -> dict[str, str]:
+        """See `Owner`."""
+        rules, limiter = self._daemon.courtesy.rules, self._limiter
+        up, down = limiter.max_up_bytes_per_s, limiter.max_down_bytes_per_s
+        return {
+            "hours": str(rules.hours),
+            "only_when_idle": f"{rules.idle_s:g}s" if rules.idle_s else "",
+            "max_up": f"{8e-6 * up:g}mbit" if up else "",
+            "max_down": f"{8e-6 * down:g}mbit" if down else "",
+            "max_traffic": f"{rules.traffic.num_bytes / 1e9:g}GB/month" if rules.traffic is not None else "",
+        }
+
+    async def change(self, settings: Settings) -> None:
+        """See `Owner`."""
+        await self._daemon.change(settings, self._limiter)
+
+    async def pause(self, paused: bool) -> None:
+        """See `Owner`."""
+        courtesy, assignment = self._daemon.courtesy, self._daemon.assignment
+        courtesy.ask(pause=paused)
+        if assignment is not None:
+            courtesy.apply(assignment)
 
 
 class Patience:

@@ -100,6 +100,22 @@ class TokenBucket:
         self._set_timer()
         return ticket
 
+    def change(self, rate_bytes_per_s: float | None) -> None:
+        """Another rate from now on; None lets all go that wait."""
+        self._available()
+        self.rate_bytes_per_s = rate_bytes_per_s
+        self._tokens = min(self._tokens, 0.0)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if rate_bytes_per_s is not None:
+            self._set_timer()
+            return
+        self._drop_cancelled()
+        while self._queue:
+            self._next_ticket().granted()
+            self._drop_cancelled()
+
     def raise_priority(self, ticket: SendTicket, priority: Priority) -> SendTicket:
         """Move a queued ticket up, because a more urgent message waits behind it. Returns the new ticket."""
         ticket.cancel()
@@ -181,6 +197,12 @@ class RateLimiter:
         self.max_up_bytes_per_s, self.max_down_bytes_per_s = max_up_bytes_per_s, max_down_bytes_per_s
         self.up = TokenBucket(_without_headers(max_up_bytes_per_s), clock=clock, schedule=schedule)
         self.down = TokenBucket(_without_headers(max_down_bytes_per_s), clock=clock, schedule=schedule)
+
+    def change(self, max_up_bytes_per_s: float | None, max_down_bytes_per_s: float | None) -> None:
+        """Other caps from now on, on all links. What waits goes on waiting, at the new rate."""
+        self.max_up_bytes_per_s, self.max_down_bytes_per_s = max_up_bytes_per_s, max_down_bytes_per_s
+        self.up.change(_without_headers(max_up_bytes_per_s))
+        self.down.change(_without_headers(max_down_bytes_per_s))
 
 
 def _without_headers(rate_bytes_per_s: float | None) -> float | None:

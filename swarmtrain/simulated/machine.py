@@ -23,7 +23,7 @@ from swarmtrain.courtesy.rules import Rules, Seen
 from swarmtrain.courtesy.sensors import Sensors, running_programs
 from swarmtrain.machine import Door
 from swarmtrain.observe.control import Command
-from swarmtrain.observe.http import Handler
+from swarmtrain.observe.http import Action, Handler
 from swarmtrain.p2p.errors import StateDirectoryInUseError
 from swarmtrain.p2p.network import HostOptions, NetworkHost
 from swarmtrain.simulated.disk import Disk
@@ -144,7 +144,12 @@ class SimulatedMachine:
         return _Closed()
 
     async def serve_http(
-        self, routes: Mapping[str, Handler], address: str, option: str, note: Path | None = None
+        self,
+        routes: Mapping[str, Handler],
+        address: str,
+        option: str,
+        note: Path | None = None,
+        actions: Mapping[str, Action] | None = None,
     ) -> Door:
         """See `Machine`. No server is started."""
         return _Closed()

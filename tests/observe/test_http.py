@@ -211,3 +211,42 @@ def test_a_restarted_page_takes_its_former_port_if_it_is_free(tmp_path: Path) ->
     for text in ("", "nonsense", "http://127.0.0.1:99999999/"):
         note.write_text(text)
         assert same_port_as_before("127.0.0.1", 0, note) == ("127.0.0.1", 0)
+
+
+async def _echo(request: Request) -> Response:
+    return Response(request.body)
+
+
+async def _broken_action(request: Request) -> Response:
+    raise RuntimeError("a fault of ours")
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "body"),
+    [
+        (b"POST /echo HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", b"200", b"abc"),
+        (b"POST /echo HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"200", b""),
+        (b"POST /echo HTTP/1.1\r\n\r\n", b"411", b""),
+        (b"POST /echo HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"411", b""),
+        (b"POST /echo HTTP/1.1\r\nContent-Length: 4097\r\n\r\n", b"413", b""),
+        (b"POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"405", b""),
+        (b"POST /nothing HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"404", b""),
+        (b"GET /echo HTTP/1.1\r\n\r\n", b"404", b""),
+        (b"POST /broken HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"500", b""),
+    ],
+)
+def test_a_server_with_actions_answers_small_posts_and_nothing_else(
+    request_bytes: bytes, status: bytes, body: bytes
+) -> None:
+    async def main() -> bytes:
+        server = HttpServer(ROUTES, {"/echo": _echo, "/broken": _broken_action})
+        await server.start("127.0.0.1", 0)
+        try:
+            async with asyncio.timeout(30):
+                return await ask(server, request_bytes)
+        finally:
+            await server.close()
+
+    answer = asyncio.run(main())
+    assert answer.split()[1] == status
+    assert not body or answer.endswith(b"\r\n\r\n" + body)

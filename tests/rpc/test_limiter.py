@@ -228,3 +228,21 @@ def test_every_ticket_is_granted_exactly_once(rate: float, wishes: list[tuple[Pr
 def test_an_impossible_cap_is_a_usage_error(rate: float) -> None:
     with pytest.raises(UsageError):
         TokenBucket(rate)
+
+
+def test_another_rate_holds_from_now_on_for_those_that_wait_too() -> None:
+    time = FakeTime()
+    bucket = TokenBucket(1000.0, clock=time.clock, schedule=time.schedule)
+    granted: list[float] = []
+    assert bucket.acquire(1000, Priority.CONTROL, lambda: granted.append(time.now)) is None
+    for _ in range(2):
+        assert bucket.acquire(1000, Priority.CONTROL, lambda: granted.append(time.now)) is not None
+    bucket.change(10_000.0)
+    time.advance(0.3)
+    assert len(granted) == 2, "at the old rate it would have taken two seconds"
+    assert bucket.acquire(1, Priority.CONTROL, lambda: granted.append(time.now)) is not None
+    bucket.change(None)
+    assert len(granted) == 3, "without a cap nobody waits"
+    assert bucket.acquire(10**9, Priority.CONTROL, lambda: None) is None
+    bucket.change(1000.0)
+    assert bucket.acquire(1, Priority.CONTROL, lambda: None) is not None, "no burst of what an unlimited line let pass"
