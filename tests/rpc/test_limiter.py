@@ -240,6 +240,7 @@ def test_another_rate_holds_from_now_on_for_those_that_wait_too() -> None:
     bucket.change(10_000.0)
     time.advance(0.3)
     assert len(granted) == 2, "at the old rate it would have taken two seconds"
+    assert bucket.acquire(1000, Priority.CONTROL, lambda: None) is None
     assert bucket.acquire(1, Priority.CONTROL, lambda: granted.append(time.now)) is not None
     bucket.change(None)
     assert len(granted) == 3, "without a cap nobody waits"
