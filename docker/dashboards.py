@@ -263,6 +263,27 @@ PEER = Dashboard(
             "bytes",
         ),
         Panel(
+            "Operations",
+            [
+                Query(f"rate(swarmtrain_peer_computed_tflop_total{OF_PEER}[{RATE}])", "{{name}}"),
+                Query(f"swarmtrain_peer_peak_tflops{OF_PEER}", "{{name}}: peak of its GPU"),
+            ],
+            "Of microbatches, 10^12 per second; what is computed again is left out.",
+            "none",
+        ),
+        Panel(
+            "Share of the peak",
+            [Query(f"swarmtrain_peer_flops_utilisation_ratio{OF_PEER}", "{{name}}")],
+            "Model FLOPs utilisation of its GPU, while it computes.",
+            "percentunit",
+        ),
+        Panel(
+            "Copies between device and host",
+            [Query(rate("swarmtrain_peer_copied_bytes_total", "to", OF_PEER), "to the {{to}}")],
+            "Weights to the device, gradients to the host, with --offload.",
+            "Bps",
+        ),
+        Panel(
             "Processor",
             [Query(f"rate(swarmtrain_process_cpu_seconds_total{OF_PEER}[{RATE}])", "{{name}}")],
             "Cores in use.",

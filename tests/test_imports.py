@@ -23,7 +23,7 @@ FLOORS = [
     {"checkpoint", "machine"},
     {"chain"},
     {"peer", "coordinator", "sim", "reference"},
-    {"inference", "local", "audit", "doctor", "terminal"},
+    {"inference", "local", "audit", "doctor", "terminal", "trial"},
     {"evaluate", "generate", "export", "soak", "study", "simulated"},
     {"cli"},
     {"__main__"},

@@ -82,7 +82,10 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("swarmtrain init", "a file with a comment for every line, to be edited"),
         ("swarmtrain init --profile night.toml", "one of several, for `swarmtrain join --profile night.toml`"),
     ),
-    "doctor": (("swarmtrain doctor INVITE --gpu 0", "try all that joining this run would need"),),
+    "doctor": (
+        ("swarmtrain doctor INVITE --gpu 0", "try all that joining this run would need"),
+        ("swarmtrain doctor --preset llama-8b --stage 30", "try a microbatch of a stage: time and memory"),
+    ),
     "status": (("swarmtrain status --json", "every counter, for a program"),),
     "credit": (
         ("swarmtrain credit", "what counts as the work of this machine's peers"),

@@ -11,7 +11,7 @@ import typer
 
 from swarmtrain.cli.manners import checked_programs, step_back, usual_threads
 from swarmtrain.cli.numbers import MAX_GPU, MAX_SECONDS, MAX_THREADS, number
-from swarmtrain.cli.options import EventsOption, JsonOption, TestFaultsOption, state_home
+from swarmtrain.cli.options import EventsOption, JsonOption, TestFaultsOption, checked_offload, state_home
 from swarmtrain.cli.places import find_invite, remember_invite, remember_peer
 from swarmtrain.cli.profile import ProfileOption, is_from_profile
 from swarmtrain.courtesy.hours import parse_hours, parse_zone
@@ -20,8 +20,6 @@ from swarmtrain.courtesy.traffic import MAX_DAY, parse_traffic
 from swarmtrain.errors import UsageError
 from swarmtrain.route.router import POLICIES
 from swarmtrain.units import parse_duration, parse_rate, parse_size
-
-OFFLOADS = ("auto", "on", "off")
 
 
 def register(app: typer.Typer) -> None:
@@ -156,8 +154,7 @@ def join(
     chosen, may_move = _stage(stage)
     if route not in POLICIES:
         raise UsageError(f"unknown routing policy {route[:40]!r}", fix=f"use one of: {', '.join(POLICIES)}")
-    if offload not in OFFLOADS:
-        raise UsageError(f"--offload is {offload[:40]!r}", fix=f"use one of: {', '.join(OFFLOADS)}")
+    checked_offload(offload)
     memory_bytes, samples_bytes = _memory(max_memory), parse_size(max_samples or "0")
     up_bytes_per_s, down_bytes_per_s = (parse_rate(cap) if cap else 0.0 for cap in (max_up, max_down))
     rules = Rules(

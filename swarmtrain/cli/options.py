@@ -14,6 +14,8 @@ from swarmtrain.errors import UsageError
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.run.presets import PRESETS, resolve_manifest
 
+OFFLOADS = ("auto", "on", "off")
+
 
 def preset_names(incomplete: str) -> list[str]:
     """For a shell that completes; where no preset fits, it offers files."""
@@ -84,6 +86,13 @@ def state_home() -> Path:
     """The default directory of runs: $XDG_STATE_HOME/swarmtrain."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "swarmtrain"
+
+
+def checked_offload(text: str) -> str:
+    """What --offload says; UsageError if it is nothing of the kind."""
+    if text not in OFFLOADS:
+        raise UsageError(f"--offload is {text[:40]!r}", fix=f"use one of: {', '.join(OFFLOADS)}")
+    return text
 
 
 def use_threads(count: int | None) -> int:

@@ -115,6 +115,13 @@ def choices(manifest: Manifest, plan: StagePlan) -> list[Footprint]:
     return [count.on_device(offload) for offload in Offload for count in counts]
 
 
+def of_microbatch(manifest: Manifest, plan: StagePlan, *, is_cpu: bool) -> list[Footprint]:
+    """Of a stage that computes microbatches and applies no step, as in a trial: moments are never touched."""
+    counts = [_Count(manifest, plan, recomputes) for recomputes in (False, True)]
+    offloads = (Offload.NOTHING,) if is_cpu else tuple(Offload)
+    return [count.of_microbatch(offload, is_cpu=is_cpu) for offload in offloads for count in counts]
+
+
 def best(ways: Iterable[Footprint], device_bytes: int, host_bytes: int) -> Footprint | None:
     """The first way that fits; None if none does."""
     return next((way for way in ways if way.fits(device_bytes, host_bytes)), None)
@@ -157,6 +164,17 @@ class _Count:
         lent = 0 if offload is Offload.SUMS else self._sum_bytes
         more = [Need("sum on its way", 0, lent), Need("process", DRIVER_BYTES, PROCESS_BYTES)]
         return self._footprint(offload, [*self._needs(offload), *more])
+
+    def of_microbatch(self, offload: Offload, *, is_cpu: bool) -> Footprint:
+        """See the function of the same name."""
+        needs = [need for need in self._needs(offload) if need.what in ("weights of open steps", "token table")]
+        needs.append(_placed("parameters", self._parameters * _FP32, on_host=offload >= Offload.STATE))
+        needs.append(_placed("sum of gradients", self._sum_bytes + _CHUNKS_BYTES, on_host=offload >= Offload.SUMS))
+        needs.append(Need("a microbatch", self._microbatch.peak_bytes))
+        needs.append(Need("process", 0 if is_cpu else DRIVER_BYTES, PROCESS_BYTES))
+        if is_cpu:
+            needs = [Need(need.what, 0, need.device_bytes + need.host_bytes) for need in needs]
+        return self._footprint(offload, needs)
 
     def kept_in_reference(self) -> int:
         """With one sum, one microbatch, and the result of a step."""

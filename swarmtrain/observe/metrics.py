@@ -180,6 +180,26 @@ def peer_families(snapshot: Snapshot) -> Iterator[Metric]:
     yield gauge("peer_month_traffic_bytes", "Traffic of this month, if it has a cap.", ({}, month.get("bytes", 0.0)))
     yield gauge("peer_month_traffic_limit_bytes", "The cap of a month's traffic; 0: none.", ({}, month.get("limit", 0)))
     yield gauge("peer_gpu_memory_bytes", "GPU memory in use by tensors.", ({}, snapshot["gpu_bytes"]))
+    yield counter(
+        "peer_copied_bytes_total",
+        "Bytes of weights and gradients copied to the device, and to its host.",
+        *by("to", snapshot["copied_bytes"]),
+    )
+    yield counter(
+        "peer_computed_tflop_total",
+        "Operations of microbatches, in 10^12; what is computed again is left out.",
+        ({}, snapshot["computed_tflop"]),
+    )
+    yield gauge(
+        "peer_peak_tflops",
+        "What a plain product of matrices reaches on this peer's GPU; 0 without one.",
+        ({}, snapshot["peak_tflops"]),
+    )
+    yield gauge(
+        "peer_flops_utilisation_ratio",
+        "Model FLOPs utilisation: of that peak, while microbatches are computed; 0 without a GPU.",
+        ({}, snapshot["flops_utilisation"]),
+    )
 
 
 def run_families(snapshot: Snapshot) -> Iterator[Metric]:

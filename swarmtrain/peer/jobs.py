@@ -91,6 +91,7 @@ class StageJobs:
         self._checked: dict[Slot, tuple[Raw, Tensor]] = {}  # gradients that were decoded to check them, and their bytes
         self._given_up: deque[Entry] = deque()  # noted by the event loop
         self.num_forwards = 0  # microbatches whose forward was computed, recomputations not counted
+        self.num_backwards = 0
         self.num_recomputed = 0
         self.generation = 0  # counts how often everything was dropped
         self._first_open = 0  # steps before it are closed
@@ -318,6 +319,7 @@ class StageJobs:
     def _finish(self, entry: Entry, step: int, done: Pass, gradient: Tensor | None) -> bytes:
         """Backward into the step's sum; the bytes for upstream. When it fails, nothing was added."""
         upstream = self.worker.backward_into_sum(done, gradient, step)
+        self.num_backwards += 1
         payload = b""
         if upstream is not None:
             assert done.boundary is not None

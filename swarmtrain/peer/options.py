@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -74,6 +75,8 @@ def choose_device(gpu: int | None) -> str:
     if gpu >= count:
         names = [torch.cuda.get_device_name(i) for i in range(count)]
         found = f"found {count}: {', '.join(names)}" if count else f"found none (torch {torch.__version__})"
+        if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+            found += f" with CUDA_VISIBLE_DEVICES={visible[:80]}"
         raise HardwareError(f"there is no GPU {gpu} here; {found}", fix="choose another --gpu, or --cpu")
     return f"cuda:{gpu}"
 

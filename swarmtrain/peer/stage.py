@@ -26,8 +26,10 @@ from swarmtrain.model.buffers import StateLayout
 from swarmtrain.model.exact import Accumulator
 from swarmtrain.model.footprint import Offload
 from swarmtrain.model.numeric_class import numeric_class
+from swarmtrain.model.peak import measured_peak
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
+from swarmtrain.model.workload import BACKWARD_FACTOR, workload_of
 from swarmtrain.observe.split import TimeSplit
 from swarmtrain.peer.codecs import StageCodecs
 from swarmtrain.peer.compute import ComputeThread, ComputeTimes, DeviceWatch, Key, Kind, Timed
@@ -52,6 +54,8 @@ class Stage:
         self.device = DeviceWatch(compute, steps)
         self.numeric_class = ""  # known where peers check each other
         self.snapshots = Snapshots(self)
+        self.peak_tflops = 0.0  # of a graphics card, measured when the stage is built
+        self._tflop = workload_of(manifest).stages[jobs.plan.index].tflop
 
     @classmethod
     async def build(
@@ -74,6 +78,9 @@ class Stage:
         stage = cls(manifest, compute, steps, jobs)
         if manifest.checks.share:
             stage.numeric_class = await stage._step_work(lambda: numeric_class(manifest, device))
+        if stage.state.device.type == "cuda":
+            dtype = stage.layout.weights_dtype
+            stage.peak_tflops = await stage._between_passes(lambda: measured_peak(device, dtype))
         return stage
 
     @property
@@ -110,6 +117,18 @@ class Stage:
         """That jobs of a kind have taken so far."""
         threads = {self.compute, self._steps}
         return sum(thread.times.total_s[kind] for thread in threads)
+
+    @property
+    def computed_tflop(self) -> float:
+        """Of microbatches so far; a backward counts twice a forward, and what is computed again not at all."""
+        each = self._tflop / (1.0 + BACKWARD_FACTOR)
+        return each * (self.jobs.num_forwards + BACKWARD_FACTOR * self.jobs.num_backwards)
+
+    @property
+    def flops_utilisation(self) -> float:
+        """Of the device's peak while it computes; 0 where the peak is not known."""
+        busy_s = self.total_s(Kind.FORWARD) + self.total_s(Kind.BACKWARD)
+        return self.computed_tflop / busy_s / self.peak_tflops if busy_s and self.peak_tflops else 0.0
 
     @property
     def forward_s(self) -> float:

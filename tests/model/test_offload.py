@@ -5,6 +5,7 @@ Here device and host are one CPU, so what is shown is that nothing reads across:
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from runs import KINDS, small
 from torch import Tensor
 
+from swarmtrain.errors import HardwareError
 from swarmtrain.model.exact import ExactSum
 from swarmtrain.model.footprint import Offload
 from swarmtrain.model.room import Room
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
+from swarmtrain.peer.options import choose_device
 from swarmtrain.reference import ReferenceTrainer
 from swarmtrain.run.manifest import Manifest
 
@@ -141,6 +144,38 @@ def test_on_a_device_apart_a_stage_holds_only_what_it_computes_with() -> None:
     assert total.total.device.type == "meta"
     sums = StageWorker(StageState(small(), 1, device="meta", offload=Offload.SUMS)).sum
     assert sums.total.device.type == "cpu"
+
+
+class Cards:
+    """A machine with three graphics cards, as torch shows it: CUDA_VISIBLE_DEVICES says which, and in which order."""
+
+    names = ("large", "small", "middle")
+
+    def visible(self) -> list[str]:
+        said = os.environ.get("CUDA_VISIBLE_DEVICES")
+        chosen = range(3) if said is None else [int(item) for item in said.split(",") if item]
+        return [self.names[index] for index in chosen]
+
+
+@pytest.mark.parametrize(
+    ("said", "found"), [(None, ["large", "small", "middle"]), ("2,0", ["middle", "large"]), ("", [])]
+)
+def test_cards_are_counted_among_those_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, found: list[str]
+) -> None:
+    cards = Cards()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if said is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(cards.visible()))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards.visible()))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: cards.visible()[index])
+    assert [choose_device(number) for number in range(len(found))] == [f"cuda:{number}" for number in range(len(found))]
+    with pytest.raises(HardwareError) as refused:
+        choose_device(len(found))
+    text = str(refused.value)
+    assert ", ".join(found) in text
+    assert (f"CUDA_VISIBLE_DEVICES={said}" in text) is (said is not None)
 
 
 def test_a_checkpoint_of_the_one_continues_as_the_other(tmp_path: Path) -> None:
