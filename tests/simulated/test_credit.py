@@ -9,6 +9,7 @@ import pytest
 
 from swarmtrain.audit import check_receipts
 from swarmtrain.chain.receipt import Receipt, ReceiptError, newest, read_receipt
+from swarmtrain.peer import receipts
 from swarmtrain.simulated.judge import References
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 
@@ -170,38 +171,39 @@ def test_receipts_add_up_to_the_journal_after_kills_restarts_steals_and_a_roll_b
     assert_reference(swarm, references)
     assert (len(said(swarm, "run_rolled_back")), seen.stolen > 0, seen.replayed > 0) == (1, True, True)
 
-    receipts = {life.peer_id: receipt_of(swarm, life) for life in swarm.peers}
+    kept = {life.peer_id: receipt_of(swarm, life) for life in swarm.peers}
     books, manifest = journal_counts(swarm), swarm.manifest
-    assert {peer: dict(receipt.stages) for peer, receipt in receipts.items()} == books
+    assert {peer: dict(receipt.stages) for peer, receipt in kept.items()} == books
     whole = manifest.schedule.steps * manifest.batch.microbatches_per_step * NUM_STAGES
-    assert sum(receipt.microbatches for receipt in receipts.values()) == whole == receipts[lost[0].peer_id].whole
-    assert {receipt.name for receipt in receipts.values()} == {life.name for life in swarm.peers}
+    assert sum(receipt.microbatches for receipt in kept.values()) == whole == kept[lost[0].peer_id].whole
+    assert {receipt.name for receipt in kept.values()} == {life.name for life in swarm.peers}
     told = {life.peer_id: list(life.said("peer_ended"))[-1].credit for life in swarm.peers}
-    assert told == {peer: receipt.microbatches for peer, receipt in receipts.items()}
+    assert told == {peer: receipt.microbatches for peer, receipt in kept.items()}
 
     place = swarm.coordinator.state_dir
-    check_receipts(place, receipts.values())
+    check_receipts(place, kept.values())
     for old in taken_back:
-        assert newest([receipts[old.peer], old])[old.peer] == receipts[old.peer]
+        assert newest([kept[old.peer], old])[old.peer] == kept[old.peer]
         with pytest.raises(ReceiptError, match="taken back"):
             check_receipts(place, [old])
 
 
-def test_a_peer_that_asks_twice_and_one_that_has_done_nothing(simulated: Make) -> None:
+def test_a_receipt_is_renewed_while_credit_grows_and_who_has_done_nothing_has_none(
+    simulated: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receipts, "RENEW_S", 2.0)
     swarm = simulated(open_ended())
     swarm.start(num_peers=NUM_STAGES)
     wait_step(swarm, 2)
     idle = swarm.start_peer("idle", 0)
-    for life in (swarm.peers[0], idle):
-        life.process.ask("credit")
-    swarm.run_for(1.0)
+    swarm.until(lambda: bool(idle.process.commands), "it has a stage")
+    idle.process.ask("credit")  # before it has joined
+    wait_seen(swarm, lambda: any(swarm.peers[0].state_dir.glob("receipt-*.json")), "a receipt")
     first = receipt_of(swarm, swarm.peers[0])
     assert 0 < first.microbatches <= first.whole
     assert 0.0 < first.seconds < swarm.now
     assert not list(idle.state_dir.glob("receipt-*.json"))
-    wait_step(swarm, swarm.step + 2)
-    swarm.peers[0].process.ask("credit")
-    swarm.run_for(1.0)
+    swarm.run_for(5.0)
     second = receipt_of(swarm, swarm.peers[0])
     assert second.age > first.age
     assert second.microbatches > first.microbatches
