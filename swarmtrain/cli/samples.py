@@ -43,7 +43,7 @@ class SampleWriter:
             atomic_write(self._directory / f"{checkpoint.name}.txt", text.encode()[:MAX_BYTES])
             for old in sorted(self._directory.glob("step-*.txt"))[:-KEPT]:
                 old.unlink(missing_ok=True)
-        except (OSError, ValueError, KeyError, StorageError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, KeyError, TypeError, StorageError, subprocess.SubprocessError) as error:
             log.info("no sample of %s: %s", checkpoint, error)
         finally:
             self._working.release()

@@ -37,7 +37,7 @@ export function drawCurve(svg, out, points, pick, dots, describe, say) {
     svg.append(element("line", { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value), class: "axis" }));
     svg.append(element("text", { x: LEFT - 6, y: y(value) + 4, class: "label", "text-anchor": "end" }, label(value, rows.decimals)));
   }
-  const columns = last > first ? roundTicks(first, last, Math.max(2, Math.floor(width / 120))).ticks : [first];
+  const columns = last > first ? roundTicks(first, last, Math.max(3, Math.floor(width / 120))).ticks : [first];
   for (const step of columns.filter(Number.isInteger))
     svg.append(element("text", { x: x(step), y: height - 6, class: "label tick", "text-anchor": "middle" }, String(step)));
   const path = known.map((point, i) => `${i ? "L" : "M"}${x(point.step).toFixed(1)} ${y(pick(point)).toFixed(1)}`).join("");

@@ -31,7 +31,7 @@ export function showPeers(body, status) {
 export function showContributors(body, status) {
   fill(body, status.contributors.map((item) => ({ head: 1, cells: [
     String(item.rank), called(item), item.microbatches.toLocaleString("en"), short(item.tokens),
-    (item.seconds / 3600).toFixed(item.seconds < 36000 ? 2 : 0), `${(100 * item.share).toPrecision(3)} %`,
+    (item.seconds / 3600).toFixed(item.seconds < 3600 ? 3 : item.seconds < 36000 ? 2 : 0), `${(100 * item.share).toPrecision(3)} %`,
     item.here ? "here" : "has left"] })));
 }
 
