@@ -22,6 +22,7 @@ import torch
 
 from swarmtrain.chain.claim import CoordinatorRecord
 from swarmtrain.chain.line_check import Line, listening_port, try_line
+from swarmtrain.chain.membership import Membership
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.directory.directory import MAX_CLOCK_OFFSET_S, Directory, DirectoryOptions
 from swarmtrain.errors import ExitCode, SwarmtrainError
@@ -230,14 +231,16 @@ def _bootstrap(results: list[DialResult], tell: Tell) -> bool:
 
 async def _run(host: Host, invite: Invite, look_s: float, tell: Tell) -> None:
     """Check the clock and the coordinator by the run's directory."""
-    options = DirectoryOptions(rules=directory_rules(invite), client_mode=True)
+    membership = Membership(invite)
+    membership.peer_id = host.peer_id
+    options = DirectoryOptions(rules=directory_rules(invite), client_mode=True, gate=membership)
     directory = await Directory.start(host, invite.run_id, options)
     line: Line | None = None
     try:
         coordinator = await _coordinator(host, directory, look_s)
         status = directory.status()
         if coordinator:
-            line = await _line(host, coordinator, invite.run_id)
+            line = await _line(host, membership, coordinator, invite.run_id)
     finally:
         await directory.close()
     if status.num_neighbours:
@@ -254,9 +257,9 @@ async def _run(host: Host, invite: Invite, look_s: float, tell: Tell) -> None:
         tell(Finding("run", Grade.BAD, detail, fix, ExitCode.UNREACHABLE))
 
 
-async def _line(host: Host, coordinator: str, run: str) -> Line:
+async def _line(host: Host, membership: Membership, coordinator: str, run: str) -> Line:
     """Whether the run can dial this machine, and how fast the line to it is."""
-    node = Node(host, MESSAGES, _answer_nothing)
+    node = Node(host, MESSAGES, _answer_nothing, gate=membership)
     try:
         return await try_line(node, coordinator, run, listening_port(host.addresses()))
     finally:

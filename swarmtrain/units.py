@@ -27,7 +27,7 @@ _SIZES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "pb": 
 _BINARY_SIZES = {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
 _BITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "tbit": 1e12 / 8}
 _PREFIXES = ("", "k", "M", "G", "T", "P")
-_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_size(text: str) -> int:
@@ -55,7 +55,7 @@ def parse_rate(text: str) -> float:
 
 def parse_duration(text: str) -> float:
     """Seconds of `15s`, `500ms`, `2min`, `1h`, or plain seconds; above 0."""
-    fix = "write it as 15s, 2min or 1h"
+    fix = "write it as 15s, 2min, 1h or 7d"
     seconds = _amount(text, _AMOUNT, _SECONDS, "a time", fix)
     if not 0.0 < seconds <= MAX_DURATION_S:
         raise UsageError(f"{text[:40]!r} is not a time above zero and below a year", fix=fix)

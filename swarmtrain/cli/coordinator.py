@@ -52,6 +52,10 @@ def coordinator(
         Path | None,
         typer.Option(metavar="FILE", help="Also write the invite to this file, e.g. for peers in containers."),
     ] = None,
+    admission: Annotated[
+        str,
+        typer.Option(metavar="MODE", help="Who is admitted: token, open or closed; see `swarmtrain invite`."),
+    ] = "token",
     page: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Status page, API and metrics; port 0: a free one. `off`: none.")
     ] = "127.0.0.1:0",
@@ -87,11 +91,13 @@ def coordinator(
 ) -> None:
     """Start a run, or resume the one in STATE_DIR, and print the invite."""
     from swarmtrain.chain.rebalancing import MoveRules, RebalanceRule
+    from swarmtrain.coordinator.enrolment import AdmissionRules, Mode
 
     run = manifest_from(manifest, set_, steps)
     for value, known, what in (
         (rebalance, tuple(RebalanceRule), "rebalancing rule"),
         (route, tuple(POLICIES), "routing policy"),
+        (admission, tuple(Mode), "mode of admission"),
     ):
         if value not in known:
             raise UsageError(f"unknown {what} {value[:40]!r}", fix=f"use one of: {', '.join(known)}")
@@ -118,6 +124,7 @@ def coordinator(
         public_page=checked_address(public_page, "--public-page"),
         route=route,
         moves=MoveRules(RebalanceRule(rebalance), min_gain, min_left, min_stay, look_every),
+        admission=AdmissionRules(Mode(admission)),
         faults=Faults.from_environment(enabled=test_faults),
     )
 

@@ -31,6 +31,8 @@ from swarmtrain.cli import (
 )
 from swarmtrain.cli.data import app as data_app
 from swarmtrain.cli.help import App
+from swarmtrain.cli.invites import app as invite_app
+from swarmtrain.cli.members import app as members_app
 from swarmtrain.cli.service import app as service_app
 from swarmtrain.errors import ExitCode, SwarmtrainError
 from swarmtrain.observe.logs import printable
@@ -44,6 +46,8 @@ app = App(
     context_settings={"auto_envvar_prefix": "SWARMTRAIN", "help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data_app, name="data", help="Turn text into token shards.")
+app.add_typer(invite_app, name="invite", help="Invites to the run of this machine's coordinator.")
+app.add_typer(members_app, name="members", help="Members of the run of this machine's coordinator.")
 app.add_typer(service_app, name="service", help="Have systemd start a peer with the machine, and again after a crash.")
 VERBS = (local, coordinator, join, profile, doctor, status, credit, top, audit, train, evaluate, generate, export)
 for verb in (*VERBS, study, manifests, plan, sim, completion):

@@ -98,6 +98,8 @@ def _run(snapshot: Snapshot) -> list[str]:
     for stage, peers in enumerate(snapshot["stages"]):
         names = ", ".join(f"{called(peer['peer'], peer['name'])} {_state(peer)}" for peer in peers) or "no peers"
         lines.append(f"  stage {stage}: {names}")
+    waiting = snapshot["pending"][-_EXCLUDED_SHOWN:]
+    lines += [f"  waits for you: swarmtrain members admit {row['peer']}" for row in waiting]
     lines += [f"  excluded: {_excluded(row)}" for row in snapshot["excluded"][:_EXCLUDED_SHOWN]]
     if (more := snapshot["num_excluded"] - _EXCLUDED_SHOWN) > 0:
         lines.append(f"  excluded: {more} more")

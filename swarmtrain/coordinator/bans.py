@@ -8,6 +8,8 @@ from swarmtrain.chain.exclusions import Exclusions
 from swarmtrain.coordinator.journal import ExclusionRow
 from swarmtrain.wire.messages import Exclusion
 
+REVOKED_MARK = "#"  # such an entry names an admission that was taken back, and no peer: chain/membership.py
+
 
 class Bans:
     """What the operator sees, and the list that peers are told."""
@@ -29,7 +31,7 @@ class Bans:
         self.exclusions.hear([Exclusion(row.number, row.peer, row.is_lifted)])
         if row.is_lifted:
             self._rows.pop(row.peer, None)
-        else:
+        elif not row.peer.startswith(REVOKED_MARK):
             self._rows[row.peer] = row
 
     def get(self, peer_id: str) -> ExclusionRow | None:

@@ -93,6 +93,7 @@ class RunContext:
     faults: Faults = field(default_factory=Faults)
     tally: Tally = field(default_factory=Tally)
     bans: Bans = field(default_factory=Bans)
+    is_new: Callable[[str, int], bool] = lambda peer_id, num_decided: False  # see Enrolment.is_on_probation
     waits_for: Wait | None = None
     rounds: Rounds = field(default_factory=Rounds)
     checks: CheckCounts = field(default_factory=CheckCounts)
@@ -220,6 +221,13 @@ class RunContext:
             seconds = self.strikes.out_s(member.peer_id, now)
             self.events.emit(PeerSuspended(member.peer_id, member.stage, offence.text, seconds, member.name))
             await self.lose(member, f"it is left out: {offence.text}", must_sync=True)
+
+    def is_on_probation(self, peer_id: str) -> bool:
+        """Whether a peer came to an open run by its own work, and has done little so far.
+
+        It owns nothing of a sum as long as its stage has other peers, and is checked more often than they are.
+        """
+        return self.is_new(peer_id, self.tally.contributed[peer_id])
 
     def void_claims(self, member: Member) -> None:
         """A peer's ledgers are gone or out of reach: what it had of the open steps must be computed again."""

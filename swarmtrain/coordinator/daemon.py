@@ -20,6 +20,7 @@ from swarmtrain import world
 from swarmtrain.boundary import codec_pair
 from swarmtrain.chain.claim import Claim, CoordinatorRecord
 from swarmtrain.chain.dispatch import Dispatcher
+from swarmtrain.chain.membership import Membership
 from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.chain.offer import COORDINATOR_TOPIC, make_offer
 from swarmtrain.chain.rebalancing import MoveRules
@@ -35,11 +36,13 @@ from swarmtrain.coordinator.curve import PastStep
 from swarmtrain.coordinator.dial_back import DialBacks
 from swarmtrain.coordinator.downloads import Downloads
 from swarmtrain.coordinator.election import elected, electorate
+from swarmtrain.coordinator.enrolment import AdmissionRules, Enrolment, run_secret
 from swarmtrain.coordinator.heartbeats import Heartbeats
 from swarmtrain.coordinator.journal import DATA_DIGEST, Journal
 from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
+from swarmtrain.coordinator.operator import Operator
 from swarmtrain.coordinator.receipts import Receipts
 from swarmtrain.coordinator.rounds import KEY as ROUNDS
 from swarmtrain.coordinator.rounds import Rounds
@@ -72,6 +75,7 @@ from swarmtrain.wire.messages import (
     AskMove,
     Code,
     DialBack,
+    Enrol,
     FetchDigests,
     FetchReceipt,
     FetchRun,
@@ -110,6 +114,7 @@ class CoordinatorOptions:
     public_page: str = ""  # HOST:PORT of the page for everybody; empty: none
     route: str = "finish-time"
     moves: MoveRules = field(default_factory=MoveRules)
+    admission: AdmissionRules = field(default_factory=AdmissionRules)
     faults: Faults = field(default_factory=Faults)
 
 
@@ -216,21 +221,34 @@ class CoordinatorDaemon:
             )
         )
         stack.push_async_callback(host.close)
+        membership = self._found_membership(host)
         node = Node(
             host,
             MESSAGES,
             self._handle,
             on_link_closed=self._link_closed,
             is_excluded=self.bans.__contains__,
+            gate=membership,
         )
         stack.push_async_callback(node.close)
         rules = {COORDINATOR_TOPIC: TopicRule(countersigned_by=self._key.public_bytes)}
-        directory = await Directory.start(
-            host, self.run_id, DirectoryOptions(rules=rules, is_excluded=self.bans.__contains__)
-        )
+        directory = await Directory.start(host, self.run_id, DirectoryOptions(rules=rules, gate=membership))
         stack.push_async_callback(directory.close)
+        membership.clock = directory.now
+        membership.hold(self.enrolment.own_certificate(host.peer_id))
         self._phase("network", ", ".join(host.addresses()[:2]))
         return host, directory, node
+
+    def _found_membership(self, host: NetworkHost) -> Membership:
+        """What admits links and issues certificates, this daemon's own first."""
+        invite = Invite(self.run_id, self._key.public_bytes, (), run_secret(self._key))
+        membership = self.membership = Membership(invite, self.bans.exclusions)
+        membership.peer_id = host.peer_id
+        self.enrolment = Enrolment(
+            self.options.admission, self._key, self.run_id, self.journal, self.bans, membership, self.events
+        )
+        membership.hold(self.enrolment.own_certificate(host.peer_id))
+        return membership
 
     async def _take_term(self, directory: Directory, host: NetworkHost) -> None:
         """Take the next term. Noted only if no other process has it or a later one: a failed start changes nothing."""
@@ -257,6 +275,7 @@ class CoordinatorDaemon:
             sampler=self._sampler,
             events=self.events,
             bans=self.bans,
+            is_new=self.enrolment.is_on_probation,
             stages=[StageBook() for _ in range(manifest.stages.count)],
             faults=self.options.faults,
             rounds=Rounds(partial(self.journal.set, ROUNDS), self.journal.get(ROUNDS)),
@@ -266,18 +285,25 @@ class CoordinatorDaemon:
         )
         self._resume()
         applies = Applies(self.context)
-        self.heartbeats = Heartbeats(self.context, applies.tell, self._progress)
+        self.heartbeats = Heartbeats(self.context, applies.tell, self._progress, self.enrolment.renewed)
         self.receipts = Receipts(self.context, self._key)
         self.dial_backs = DialBacks(host, self.run_id)
         self.moves = Moves(self.context, self.options.moves)
         self.progress = Run(self.context, self.checkpoints, applies, min_peers=self.options.min_peers)
         self._offer = make_offer(manifest, self._key)
-        self.invite = Invite(self.run_id, self._key.public_bytes, host.addresses()[:4])
+        self.invite = self.enrolment.own_invite(host.addresses()[:4])
+        self.operator = Operator(self.context, self.enrolment, lambda: host.addresses()[:4])
         self.observer = RunObserver(
-            self.context, self.checkpoints, self.keeper, invite=self.invite.text(), refused=self.refused
+            self.context,
+            self.checkpoints,
+            self.keeper,
+            invite=self.invite.text(),
+            refused=self.refused,
+            admission=self.operator.summary,
         )
         text = f"{self.invite.text()}\n"
         atomic_write(self.options.state_dir / "invite", text.encode())
+        (self.options.state_dir / "invite").chmod(0o600)  # it holds a secret
         if self.options.invite_file is not None:
             _write(self.options.invite_file, text)
         self._is_open = True
@@ -316,16 +342,20 @@ class CoordinatorDaemon:
     async def _answer(self, message: Message, exchange: Exchange) -> Message:
         if not self._is_open:  # a peer may call the address that it knows from before a restart
             raise Refusal(Code.NOT_SERVING, "this coordinator is still starting", STARTING_S)
+        if isinstance(message, Enrol):
+            return await self.enrolment.enrol(message, exchange.peer_id)
+        if isinstance(message, DialBack):
+            return await self.dial_backs.dial(message, exchange.peer_id)
+        if isinstance(message, MeasureLine):
+            return self.dial_backs.measure(message, exchange.peer_id)
+        if not self._is_certified(exchange.peer_id):
+            raise Refusal(Code.NOT_ADMITTED)
         if isinstance(message, FetchRun):
             if message.run != self.run_id:
                 raise Refusal(Code.WRONG_RUN, f"this is run {self.run_id}")
             return self._offer
         if isinstance(message, Heartbeat):
             return await self.heartbeats.heartbeat(message, exchange.peer_id)
-        if isinstance(message, DialBack):
-            return await self.dial_backs.dial(message, exchange.peer_id)
-        if isinstance(message, MeasureLine):
-            return self.dial_backs.measure(message, exchange.peer_id)
         if isinstance(message, FetchReceipt):
             return self.receipts.fetch(message, exchange.peer_id)
         if isinstance(message, SeekStage):
@@ -337,6 +367,9 @@ class CoordinatorDaemon:
         if isinstance(message, FetchState):
             return await self.checkpoints.fetch_state(message)
         raise Refusal(Code.UNKNOWN, f"a coordinator does not answer {message.wire.kind}")
+
+    def _is_certified(self, peer_id: str) -> bool:
+        return peer_id == self.context.node.peer_id or self.membership.certificate_of(peer_id) is not None
 
     async def _announce(self, directory: Directory, host: NetworkHost) -> None:
         """Announce this coordinator again and again; end it when another one has superseded it.
@@ -423,7 +456,7 @@ class CoordinatorDaemon:
                 await self.context.wait_for(all_gone)
 
     async def _control(self, stack: contextlib.AsyncExitStack) -> None:
-        commands = {"status": self._status, "stop": self._stop_asked}
+        commands = {"status": self._status, "stop": self._stop_asked, **self.operator.commands}
         server = await self._machine.serve_control(self.options.state_dir, commands)
         stack.push_async_callback(server.close)
 

@@ -30,12 +30,15 @@ class Heartbeats:
         context: RunContext,
         tell_decision: Callable[[Member], None],
         progress: Callable[[], RunProgress] = RunProgress,
+        renewed: Callable[[str, int | None], bytes] = lambda peer_id, stage: b"",
     ) -> None:
         """`tell_decision` is called with every peer that may not have heard of the last decision.
 
-        What `progress` says of the run is told to every peer, so that its owner can see it.
+        What `progress` says of the run is told to every peer, so that its owner can see it. `renewed` makes the
+        certificate that a peer needs in place of its own.
         """
         self._context, self._tell_decision, self._progress = context, tell_decision, progress
+        self._renewed = renewed
         self._rng = world.random()
         self._further: dict[str, tuple[int, int]] = {}  # term and step of peers that are further than the journal
         self._further_since = 0.0
@@ -85,6 +88,7 @@ class Heartbeats:
             exclusions=context.bans.exclusions.after(beat.exclusions),
             redone=context.rounds.packed(context.books.keys()),
             is_only=is_only_holder(member, context.members, context.standing, context.stages[report.stage]),
+            certificate=self._renewed(peer_id, report.stage if answer.directive is Directive.SERVE else None),
         )
         verdict = self._with_progress(verdict, peer_id)
         return verdict if verdict.reason else self._explained(verdict, member)

@@ -20,6 +20,8 @@ from swarmtrain import world
 from swarmtrain.coordinator.contributions import Contribution, read_contributions
 from swarmtrain.coordinator.curve import PastStep, read_curve
 from swarmtrain.coordinator.journal_files import JournalError, JournalFiles
+from swarmtrain.coordinator.roll import SCHEMA as ROLL_SCHEMA
+from swarmtrain.coordinator.roll import AdmissionRow, InviteRow
 from swarmtrain.coordinator.seals import SCHEMA as LOG_SCHEMA
 from swarmtrain.coordinator.seals import Row, Seals, broken_seals, chain_hash
 
@@ -101,7 +103,7 @@ class Journal:
             if not read_only:
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=FULL")  # a commit is on the disk when it returns
-                self._db.executescript(_SCHEMA + LOG_SCHEMA)
+                self._db.executescript(_SCHEMA + ROLL_SCHEMA + LOG_SCHEMA)
             self._db.execute("SELECT count(*) FROM steps").fetchone()
         except sqlite3.Error as error:
             raise JournalError(f"cannot open the journal {path}: {error}") from error
@@ -257,6 +259,40 @@ class Journal:
             ExclusionRow(number, at, step, peer, name, reason, bool(is_lifted))
             for number, at, step, peer, name, reason, is_lifted in rows
         ]
+
+    def note_invite(
+        self, number: int, name: str, uses: int, expires_at: float, *, is_revoked: bool = False
+    ) -> InviteRow:
+        """Write an invite, or its revocation."""
+        row = InviteRow(number, world.wall(), name, uses, expires_at, is_revoked)
+        self._put("invites", (row.number, row.at, row.name, row.uses, row.expires_at, int(row.is_revoked)))
+        return row
+
+    def invites(self) -> list[InviteRow]:
+        """All invites, by number."""
+        columns = "number, at, name, uses, expires_at, is_revoked"
+        rows = self._db.execute(f"SELECT {columns} FROM invites ORDER BY number").fetchall()
+        return [
+            InviteRow(number, at, name, uses, expires_at, bool(is_revoked))
+            for number, at, name, uses, expires_at, is_revoked in rows
+        ]
+
+    def admit(self, peer: str, name: str, kind: str, invite: int) -> AdmissionRow:
+        """Write that a peer is admitted; when this returns it is on disk."""
+        last = self._db.execute("SELECT max(serial) FROM admissions").fetchone()[0] or 0
+        row = AdmissionRow(last + 1, world.wall(), peer, name, str(kind), invite)
+        self._put("admissions", (row.serial, row.at, row.peer, row.name, row.kind, row.invite))
+        return row
+
+    def admissions(self) -> list[AdmissionRow]:
+        """All admissions, in order."""
+        columns = "serial, at, peer, name, kind, invite"
+        rows = self._db.execute(f"SELECT {columns} FROM admissions ORDER BY serial").fetchall()
+        return [AdmissionRow(*row) for row in rows]
+
+    def num_admitted_by(self, invite: int) -> int:
+        """How many admissions an invite was spent on."""
+        return int(self._db.execute("SELECT count(*) FROM admissions WHERE invite = ?", (invite,)).fetchone()[0])
 
     def curve(self, max_points: int) -> list[PastStep]:
         """The run's history: see `read_curve`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,8 +43,10 @@ class RunObserver:
         *,
         invite: str,
         refused: Mapping[str, int],
+        admission: Callable[[], dict[str, Any]],
     ) -> None:
         self.context, self.keeper, self._refused = context, keeper, refused
+        self._admission = admission
         self._checkpoints, self._invite = checkpoints, invite
         self._news = RerouteNews(0)
         self._doubts: dict[str, Doubt] = {}
@@ -114,6 +116,7 @@ class RunObserver:
             "rerouted": context.dispatcher.counters.rerouted,
             "refused": dict(self._refused),
             "diverged": status.diverged,
+            **self._admission(),
             "excluded": self._excluded(),
             "num_excluded": len(context.bans),
             "checks": asdict(context.checks),

@@ -23,6 +23,7 @@ from swarmtrain.observe.events import PrepareFailed, StagePrepared
 from swarmtrain.p2p.errors import HostDownError, NetError
 from swarmtrain.reduce.coding import stage_elements
 from swarmtrain.reduce.groups import Place, arrange
+from swarmtrain.reduce.partition import effective_rates
 from swarmtrain.reduce.selective import StageCompression
 from swarmtrain.rpc.calls import OnProgress
 from swarmtrain.rpc.errors import CallRefused, CallTimeout, LinkClosed, MalformedAnswer, PeerSilent
@@ -192,11 +193,18 @@ class Preparer:
             for side in sides
         }
 
+    def _rates(self, members: list[Member]) -> list[tuple[float, float]]:
+        """The rates by which a sum is divided: who is on probation owns nothing of it, unless all are."""
+        rates = effective_rates(believable([member.rates for member in members]))
+        is_new = [self._context.is_on_probation(member.peer_id) for member in members]
+        weights = [1e-12 if new and not all(is_new) else 1.0 for new in is_new]
+        return [(rate * weight, rate * weight) for rate, weight in zip(rates, weights, strict=True)]
+
     def _roster(self, sides: list[_Side], step: int, size: int) -> tuple[RosterEntry, ...]:
         """The roster that all-reduces `size` elements: all members of these stages, and newcomers as listeners."""
         members = [(member, side.shares) for side in sides for member in side.members]
         listeners = [(member, side.shares) for side in sides for member in self._listeners(side, step)]
-        places = arrange(size, believable([member.rates for member, _ in members]))
+        places = arrange(size, self._rates([member for member, _ in members]))
         count = num_groups(len(members))
         places += [Place(len(members) + index, index % count, 0) for index in range(len(listeners))]
         everybody = [*members, *listeners]

@@ -22,9 +22,11 @@ KEY_COLUMNS = {
     "names": 1,
     "exclusions": 1,
     "timings": 1,
+    "invites": 1,
+    "admissions": 1,
 }
 # Tables that a journal lacks until a coordinator of this version opens it.
-ADDED_LATER = ("names", "exclusions", "timings")
+ADDED_LATER = ("names", "exclusions", "timings", "invites", "admissions")
 HEAD = "log_head"  # the row of `run` that is no part of the log: it names the log's last entry
 SCHEMA = "CREATE TABLE IF NOT EXISTS log (number INTEGER PRIMARY KEY, entry TEXT NOT NULL, chain TEXT NOT NULL);"
 

@@ -29,6 +29,7 @@ from swarmtrain.directory.dht_messages import (
     pack_addresses,
     unpack_addresses,
 )
+from swarmtrain.directory.guard import CallGate, OpenCalls
 from swarmtrain.directory.kademlia import PLACE_BYTES, RoutingTable, search
 from swarmtrain.directory.places import place_bytes, place_of_peer, place_of_topic
 from swarmtrain.directory.records import Flaw, FlawedRecord, Record, RecordChecker, RecordStore, topic_of
@@ -82,7 +83,7 @@ class DhtNode:
         store: RecordStore,
         *,
         client_mode: bool = False,
-        is_excluded: Callable[[str], bool] = lambda peer_id: False,
+        gate: CallGate | None = None,
         clock: Callable[[], float] = world.wall,
     ) -> None:
         self.place = place_of_peer(network.peer_id)
@@ -94,7 +95,8 @@ class DhtNode:
         self._run_id = run_id
         self._clock = clock
         self._client_mode = client_mode
-        self._is_excluded = is_excluded
+        gate = gate or OpenCalls(run_id)
+        self._namespace, self._is_excluded = gate.namespace, gate.is_excluded
         self._own_name = b"" if client_mode else place_bytes(self.place)
         self._suspects: dict[str, _Suspect] = {}
         self._clock_offsets: OrderedDict[str, float] = OrderedDict()
@@ -155,7 +157,7 @@ class DhtNode:
         self._suspects.clear()
 
     def _protocol(self, method: str) -> str:
-        return f"/swarmtrain/directory/1/{self._run_id}/{method}"
+        return f"/swarmtrain/directory/2/{self._namespace}/{method}"
 
     # ---- calls to others --------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from swarmtrain.directory.dht import MAX_PARTS, DhtNode
+from swarmtrain.directory.guard import CallGate, GuardedCalls, OpenCalls
 from swarmtrain.directory.places import place_of_topic
 from swarmtrain.directory.records import (
     MAX_LIFE_S,
@@ -54,14 +55,14 @@ class NotConfirmedError(HostError):
 @dataclass(frozen=True, slots=True)
 class DirectoryOptions:
     """`rules`: the conditions on a topic's records. `client_mode`: use the DHT, store nothing for others (None: only if
-    the host is behind a NAT). `watch_interval_s`: how often the neighbours are checked. A peer that `is_excluded` may
-    read; it is named to nobody, and its records count as absent."""
+    the host is behind a NAT). `watch_interval_s`: how often the neighbours are checked. `gate`: who may
+    use the directory, and which records count; without it anybody may, and all do."""
 
     rules: Mapping[str, TopicRule] = field(default_factory=lambda: MappingProxyType({}))
     client_mode: bool | None = None
     watch_interval_s: float = 5.0
     limits: StoreLimits = field(default_factory=StoreLimits)
-    is_excluded: Callable[[str], bool] = lambda peer_id: False
+    gate: CallGate | None = None
     clock: Callable[[], float] | None = None  # None: the swarm's, see swarm_time.py
 
 
@@ -122,12 +123,12 @@ class Directory:
         """
         options = options or DirectoryOptions()
         clock = options.clock or SwarmClock()
-        checker = RecordChecker(run_id, options.rules, clock)
+        gate = options.gate or OpenCalls(run_id)
+        checker = RecordChecker(run_id, options.rules, clock, vouches=gate.vouches)
         store = RecordStore(options.limits, clock)
         client_mode = options.client_mode if options.client_mode is not None else bool(host.options.behind_nat)
-        node = DhtNode(
-            host, run_id, checker, store, client_mode=client_mode, is_excluded=options.is_excluded, clock=clock
-        )
+        network = GuardedCalls(host, gate) if options.gate is not None else host
+        node = DhtNode(network, run_id, checker, store, client_mode=client_mode, gate=gate, clock=clock)
         self = cls(host, run_id, options, node, clock)
         try:
             await node.serve()
@@ -157,7 +158,8 @@ class Directory:
             raise RecordError(f"a peer announces at most {MAX_OWN_TOPICS} topics")
         self._check_up()
         expires_at = self._clock() + ttl_s
-        raw = make_record(self._host.identity, self._run_id, topic, value, expires_at, signer)
+        credential = self._options.gate.credential() if self._options.gate is not None else b""
+        raw = make_record(self._host.identity, self._run_id, topic, value, expires_at, signer, credential=credential)
         self._own[topic] = _Own(raw, expires_at)
         num_copies = await self._spread(topic, raw)
         if confirm:

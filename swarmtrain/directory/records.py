@@ -22,18 +22,19 @@ from swarmtrain.errors import ExitCode
 from swarmtrain.p2p.addresses import key_of_peer_id, peer_id_from_bytes, peer_id_to_bytes
 from swarmtrain.p2p.errors import AddressError, HostError
 from swarmtrain.p2p.identity import SIGNATURE_BYTES, Identity, verify
+from swarmtrain.wire.certificates import MAX_CREDENTIAL_BYTES, Credential
 from swarmtrain.wire.errors import TooLong, WireError
 from swarmtrain.wire.schema import Lengths, MaxLength, Message, Priority, Range, message, pack_fields, unpack_fields
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_VALUE_BYTES = 2048
 MAX_NAME_BYTES = 128  # run id and topic
-MAX_ENVELOPE_BYTES = MAX_VALUE_BYTES + 2 * MAX_NAME_BYTES + 2 * SIGNATURE_BYTES + 96
+MAX_ENVELOPE_BYTES = MAX_VALUE_BYTES + MAX_CREDENTIAL_BYTES + 2 * MAX_NAME_BYTES + 2 * SIGNATURE_BYTES + 96
 MAX_PEER_ID_BYTES = 64
 MAX_LIFE_S = 60.0
 CLOCK_ALLOWANCE_S = 10.0  # by how much the clocks of two honest peers may differ
-_OWNER_DOMAIN = b"swarmtrain record 2 owner\0"
-_COUNTERSIGN_DOMAIN = b"swarmtrain record 2 countersign\0"
+_OWNER_DOMAIN = b"swarmtrain record 3 owner\0"
+_COUNTERSIGN_DOMAIN = b"swarmtrain record 3 countersign\0"
 _REMEMBERED_VERDICTS = 8192
 Signer = Callable[[bytes], bytes]
 Name = Annotated[str, MaxLength(MAX_NAME_BYTES)]
@@ -53,6 +54,7 @@ class Flaw(StrEnum):
     OVERSIZED = "oversized"
     MISPLACED = "misplaced"  # of another run or topic
     FORGED = "forged"  # the owner's signature is wrong
+    UNCERTIFIED = "uncertified"  # its owner's certificate is missing, wrong or not in force
     NOT_COUNTERSIGNED = "not-countersigned"  # the run key's signature is missing or wrong
     EXPIRED = "expired"
     FAR_FUTURE = "far-future"  # it expires later than is allowed
@@ -76,6 +78,8 @@ class Record:
     peer_id: str
     value: bytes  # usually a message (`wire/records.py`); its reader must check its contents
     expires_at: float
+    credential: bytes = b""
+    is_countersigned: bool = False  # by the key that the topic asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class Statement(Message):
     owner: Annotated[bytes, MaxLength(MAX_PEER_ID_BYTES)]  # its peer id, as a multihash
     expires_at: float
     value: Annotated[bytes, MaxLength(MAX_VALUE_BYTES)]
+    credential: Credential = b""  # the owner's certificate
 
 
 @message(kind="signed_record", priority=Priority.CONTROL)
@@ -123,14 +128,21 @@ def check_name(name: str, what: str) -> None:
 
 
 def make_record(
-    identity: Identity, run_id: str, topic: str, value: bytes, expires_at: float, signer: Signer | None = None
+    identity: Identity,
+    run_id: str,
+    topic: str,
+    value: bytes,
+    expires_at: float,
+    signer: Signer | None = None,
+    *,
+    credential: bytes = b"",
 ) -> bytes:
     """A signed record, countersigned by `signer` if given. Raises RecordError for a value that is not allowed."""
     check_name(topic, "topic")
     if len(value) > MAX_VALUE_BYTES:
         raise RecordError(f"the record for {topic} has {len(value)} bytes, allowed are {MAX_VALUE_BYTES}")
     try:
-        statement = Statement(run_id, topic, peer_id_to_bytes(identity.peer_id), expires_at, value)
+        statement = Statement(run_id, topic, peer_id_to_bytes(identity.peer_id), expires_at, value, credential)
         signed = pack_fields(statement)
         countersignature = signer(_COUNTERSIGN_DOMAIN + signed) if signer is not None else b""
         record = SignedRecord(FORMAT_VERSION, statement, identity.sign(_OWNER_DOMAIN + signed), countersignature)
@@ -162,8 +174,17 @@ def topic_of(raw: bytes) -> str:
 class RecordChecker:
     """Checks records of one run, caches its verdicts (a signature costs 100 us), and counts dropped records."""
 
-    def __init__(self, run_id: str, rules: Mapping[str, TopicRule], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        rules: Mapping[str, TopicRule],
+        clock: Callable[[], float],
+        *,
+        vouches: Callable[[str, bytes], bool] = lambda peer_id, credential: True,
+    ) -> None:
+        """`vouches`: whether a credential entitles a peer to records of its own, now."""
         check_name(run_id, "run id")
+        self._vouches = vouches
         self._run_id = run_id
         self._rules = dict(rules)
         self._clock = clock
@@ -179,6 +200,8 @@ class RecordChecker:
                 raise FlawedRecord(Flaw.EXPIRED)
             if record.expires_at > now + MAX_LIFE_S + CLOCK_ALLOWANCE_S:
                 raise FlawedRecord(Flaw.FAR_FUTURE)
+            if not record.is_countersigned and not self._vouches(record.peer_id, record.credential):
+                raise FlawedRecord(Flaw.UNCERTIFIED)
         except FlawedRecord as error:
             self.dropped[error.flaw] += 1
             raise
@@ -223,7 +246,8 @@ class RecordChecker:
             rule.countersigned_by, record.countersignature, _COUNTERSIGN_DOMAIN + signed
         ):
             raise FlawedRecord(Flaw.NOT_COUNTERSIGNED)
-        checked = Record(owner, statement.value, statement.expires_at)
+        is_countersigned = rule.countersigned_by is not None
+        checked = Record(owner, statement.value, statement.expires_at, statement.credential, is_countersigned)
         if rule.accepts is not None and not rule.accepts(checked):
             raise FlawedRecord(Flaw.REFUSED)
         return checked

@@ -112,6 +112,44 @@ class PeerLost(Event):
 
 
 @dataclass(frozen=True)
+class PeerAdmitted(Event):
+    """A peer was admitted to the run, and gets certificates from now on; by an invite of this name, if it has one."""
+
+    peer: str
+    peer_name: str = ""
+    invite: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        by = f", by the invite for {self.invite}" if self.invite else ""
+        return f"{called(self.peer, self.peer_name)} is admitted to the run{by}"
+
+
+@dataclass(frozen=True)
+class PeerAsks(Event):
+    """A peer asks to be admitted, and waits for the operator."""
+
+    peer: str
+    peer_name: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{called(self.peer, self.peer_name)} asks to be admitted: swarmtrain members admit {self.peer}"
+
+
+@dataclass(frozen=True)
+class PeerForgotten(Event):
+    """The admission of a peer was taken back."""
+
+    peer: str
+    peer_name: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{called(self.peer, self.peer_name)} is no member of the run any more"
+
+
+@dataclass(frozen=True)
 class PeerExcluded(Event):
     """A peer was excluded from the run, by its identity; `step` is the one under way."""
 

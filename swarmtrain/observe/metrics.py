@@ -223,6 +223,8 @@ def run_families(snapshot: Snapshot) -> Iterator[Metric]:
     yield counter(
         "run_diverged_peers", "Peers whose state differed from that of their replicas.", ({}, snapshot["diverged"])
     )
+    yield gauge("run_members", "Peers that were admitted to the run.", ({}, snapshot["num_members"]))
+    yield gauge("run_pending_peers", "Peers that wait for the operator.", ({}, snapshot["num_pending"]))
     yield gauge("run_excluded_peers", "Peers that are excluded from the run.", ({}, snapshot["num_excluded"]))
     yield counter("run_checks", "Checks of peers' work, by result.", *by("result", snapshot["checks"]))
     yield counter(

@@ -6,6 +6,8 @@ identities are of this kind too.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 from pathlib import Path
 
@@ -47,6 +49,10 @@ class SigningKey:
     def sign(self, data: bytes) -> bytes:
         """A signature of SIGNATURE_BYTES bytes; the same data gives the same bytes."""
         return self._private.sign(data)
+
+    def derive(self, purpose: str) -> bytes:
+        """A secret of 16 bytes that follows from this key and a purpose, and tells nothing of the key or of others."""
+        return hmac.new(self._seed, f"swarmtrain {purpose}".encode(), hashlib.sha256).digest()[:16]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(public {self.public_bytes.hex()})"  # never the seed

@@ -12,7 +12,7 @@ import torch
 
 from swarmtrain import world
 from swarmtrain.chain.dispatch import Dispatcher
-from swarmtrain.chain.exclusions import Exclusions
+from swarmtrain.chain.membership import Membership
 from swarmtrain.chain.neighbours import Neighbours, router_options
 from swarmtrain.codec.samples import SampleStore
 from swarmtrain.directory.directory import Directory
@@ -211,7 +211,7 @@ async def open_assignment(
     host: NetworkHost,
     node: Node,
     directory: Directory,
-    exclusions: Exclusions,
+    membership: Membership,
 ) -> Assignment:
     """Build the stage that `options` name: its tensors, its compute thread, its way to the next stage.
 
@@ -252,7 +252,7 @@ async def open_assignment(
         faults=replace(options.faults, cut=node.cut),
         shares_work=options.route in STEALING_POLICIES,
         sign=host.identity.sign if manifest.checks.share else None,
-        exclusions=exclusions,
+        membership=membership,
     )
     clock = StepClock(peer, manifest, min(MAX_LEDGER_BYTES, fit.available_bytes // 4))
     mover: Mover | None = None

@@ -44,6 +44,12 @@ class RunUnreachable(SwarmtrainError):
     exit_code = ExitCode.UNREACHABLE
 
 
+class NotAdmitted(RunRefused):
+    """The run admits nobody with this invite, or its operator has taken the peer's admission back."""
+
+    error_id = "ST-NOT-ADMITTED"
+
+
 def excluded() -> RunRefused:
     """The coordinator takes no link with this peer."""
     return RunRefused("this peer is excluded from the run", fix="ask the run's operator why")
@@ -137,14 +143,14 @@ class CoordinatorLink:
 
     async def fetch_run(self, timeout_s: float) -> Manifest:
         """The run's manifest, checked against the invite."""
-        offer = await self._ask(FetchRun(self._invite.run_id), RunOffer, timeout_s)
+        offer = await self.ask(FetchRun(self._invite.run_id), RunOffer, timeout_s)
         return checked_offer(offer, self._invite)
 
     async def seek_stage(self, stages: Sequence[int], timeout_s: float) -> StageFound:
         """Which of these stages needs a peer most."""
-        return await self._ask(SeekStage(self._invite.run_id, tuple(stages)), StageFound, timeout_s)
+        return await self.ask(SeekStage(self._invite.run_id, tuple(stages)), StageFound, timeout_s)
 
-    async def _ask(self, message: Message, expect: type[T], timeout_s: float) -> T:
+    async def ask(self, message: Message, expect: type[T], timeout_s: float) -> T:
         """The coordinator's answer; one that is still starting is asked again when it says."""
         ends_at = asyncio.get_running_loop().time() + timeout_s
         while True:
@@ -156,6 +162,11 @@ class CoordinatorLink:
             except LinkRefused as error:
                 raise excluded() from error
             except NetError as error:
+                if isinstance(error, CallRefused) and error.code == Code.NOT_ADMITTED:
+                    raise NotAdmitted(
+                        f"the run does not admit this peer: {error.text or 'its certificate does not count'}",
+                        fix="ask the run's operator for an invite of your own",
+                    ) from error
                 if isinstance(error, CallRefused) and error.code == Code.WRONG_RUN:
                     raise RunRefused(f"the coordinator refuses: {error.text}", fix="ask for a new invite") from error
                 retry_after_s = error.retry_after_s if isinstance(error, CallRefused) else 0.0

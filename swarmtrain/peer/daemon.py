@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from swarmtrain import world
-from swarmtrain.chain.exclusions import Exclusions
+from swarmtrain.chain.membership import Membership
 from swarmtrain.courtesy.settings import Settings, read_settings
 from swarmtrain.directory.directory import Directory, DirectoryOptions
 from swarmtrain.errors import SwarmtrainError, UsageError
@@ -37,6 +37,7 @@ from swarmtrain.peer.compute import Stopped
 from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, Strangers, directory_rules
 from swarmtrain.peer.contribution import Contribution
 from swarmtrain.peer.courtesy import Courtesy
+from swarmtrain.peer.enrolling import Enrolling
 from swarmtrain.peer.heartbeats import Announcing, HeartbeatLoop
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
@@ -96,6 +97,7 @@ class _Joined:
     manifest: Manifest
     limiter: RateLimiter
     strangers: Strangers
+    enrolling: Enrolling
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class PeerDaemon:
         self.departure = Departure(events)
         self._handlers: dict[type[Message], Callable[[Any, Exchange], Any]] = {}
         self.assignment: Assignment | None = None  # while it hosts a stage
-        self.exclusions = Exclusions()
+        self.membership = Membership(options.invite)
         self._observer: PeerObserver | None = None
         self._settings = read_settings(options.state_dir)
         up, down = self._settings.rates(options.max_up_bytes_per_s, options.max_down_bytes_per_s)
@@ -167,6 +169,7 @@ class PeerDaemon:
         host = await patience.insist(lambda _: self._start_host(), is_over=lambda: False)
         stack.push_async_callback(host.close)
         self._say_phase("identity", host.peer_id)
+        self.membership.peer_id = host.peer_id
         stack.push_async_callback(self._page.close)
         limiter = RateLimiter(
             max_up_bytes_per_s=options.max_up_bytes_per_s or None,
@@ -174,9 +177,10 @@ class PeerDaemon:
         )
         rules = directory_rules(options.invite)
         directory = await Directory.start(
-            host, options.invite.run_id, DirectoryOptions(rules=rules, is_excluded=self.exclusions.__contains__)
+            host, options.invite.run_id, DirectoryOptions(rules=rules, gate=self.membership)
         )
         stack.push_async_callback(directory.close)
+        self.membership.clock = directory.now
         strangers = Strangers(host, directory)
         node = Node(
             host,
@@ -184,7 +188,8 @@ class PeerDaemon:
             self._handle,
             limiter=limiter,
             look_up=strangers.meet,
-            is_excluded=self.exclusions.__contains__,
+            is_excluded=self.membership.is_excluded,
+            gate=self.membership,
         )
         stack.push_async_callback(node.close)
         self.courtesy.meter(
@@ -193,9 +198,11 @@ class PeerDaemon:
         self._say_phase("network", ", ".join(host.addresses()[:2]))
         link = CoordinatorLink(options.invite, host, node, directory)
         self._handlers = self._handlers_between_assignments(link)
+        enrolling = Enrolling(options.invite, self.membership, node, link, options.name)
+        await patience.insist(enrolling.enrol, is_over=lambda: link.is_over)
         manifest = await patience.insist(link.fetch_run, is_over=lambda: link.is_over)
         self._say_phase("manifest", f"{manifest.run.name} {options.invite.run_id}")
-        return _Joined(host, node, directory, link, manifest, limiter, strangers)
+        return _Joined(host, node, directory, link, manifest, limiter, strangers, enrolling)
 
     async def _start_host(self) -> NetworkHost:
         options = self.options
@@ -247,7 +254,7 @@ class PeerDaemon:
             host=joined.host,
             node=joined.node,
             directory=joined.directory,
-            exclusions=self.exclusions,
+            membership=self.membership,
         )
         peer, clock, stage, dispatcher = assignment.peer, assignment.clock, assignment.stage, assignment.dispatcher
         steps = StepProtocol(peer, clock, stage)
@@ -279,6 +286,7 @@ class PeerDaemon:
             self.events,
             self.departure,
             metrics_at=await self._serve_metrics(stack, observer),
+            enrol=joined.enrolling.enrol,
         )
         announcing = Announcing(assignment, options, joined.directory, joined.host, link)
         self._handlers = {
@@ -340,6 +348,8 @@ class PeerDaemon:
             self.options = replace(self.options, stage=departure.target)
 
     async def _handle(self, message: Message, exchange: Exchange) -> Message:
+        if not self._may_ask(exchange.peer_id):
+            raise Refusal(Code.NOT_ADMITTED)
         handler = self._handlers.get(type(message))
         if handler is None:
             raise Refusal(Code.NOT_SERVING, "this peer is still joining", 1.0)
@@ -348,6 +358,9 @@ class PeerDaemon:
         except Stopped as stopped:  # it waited for another stage while this peer left its own
             raise Refusal(Code.NOT_SERVING, "this peer has left its stage") from stopped
         return answer
+
+    def _may_ask(self, peer_id: str) -> bool:
+        return peer_id == self.membership.peer_id or self.membership.certificate_of(peer_id) is not None
 
     def _handlers_between_assignments(
         self, link: CoordinatorLink

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable, Callable
 
 from swarmtrain.chain.neighbours import RECORD_LIFE_S, stage_topic
 from swarmtrain.directory.directory import Directory
@@ -17,7 +18,7 @@ from swarmtrain.observe.events import Events, PhaseReached
 from swarmtrain.p2p.errors import NetError
 from swarmtrain.p2p.network import NetworkHost
 from swarmtrain.peer.assignment import Assignment, Departure
-from swarmtrain.peer.contacts import CoordinatorLink, excluded
+from swarmtrain.peer.contacts import CoordinatorLink, RunUnreachable, excluded
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
 from swarmtrain.peer.observing import PeerObserver
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 ANNOUNCE_S = 15.0
+ENROL_S = 10.0
 GONE_LIFE_S = 5.0  # of the record of a peer that has moved
 _ACTIVE = (PeerState.JOINING, PeerState.SYNCING, PeerState.SERVING)
 
@@ -94,8 +96,11 @@ class HeartbeatLoop:
         departure: Departure,
         *,
         metrics_at: str,
+        enrol: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
-        """`metrics_at` (HOST:PORT) is told to the coordinator."""
+        """`metrics_at` (HOST:PORT) is told to the coordinator; `enrol` gets a certificate in place of one that does not
+        count any more."""
+        self._enrol = enrol
         self._assignment, self._options, self._link = assignment, options, link
         self._peer, self._clock, self._stage = assignment.peer, assignment.clock, assignment.stage
         self._metrics_at = metrics_at
@@ -122,6 +127,9 @@ class HeartbeatLoop:
                 log.info("the coordinator does not answer: %s", error)
                 if isinstance(error, CallRefused) and error.code == Code.NOT_SERVING:
                     pause_s = min(HEARTBEAT_S, max(0.1, error.retry_after_s))  # it is still starting
+                if isinstance(error, CallRefused) and error.code == Code.NOT_ADMITTED and self._enrol is not None:
+                    with contextlib.suppress(RunUnreachable):
+                        await self._enrol(ENROL_S)
                 assignment.unheard()
                 await self._look_for_it()
                 if link.peer_id is not None:
@@ -173,7 +181,7 @@ class HeartbeatLoop:
         assignment, peer, heartbeat = self._assignment, self._peer, self._heartbeat()
         answer = await peer.node.call(coordinator, heartbeat, deadline_s=10.0, expect=Verdict)
         assignment.deserted.clear()
-        self._exclude(answer)
+        self._heed(answer)
         await peer.enter_term(answer.term)
         peer.verdict = answer
         if answer.term >= peer.term:
@@ -187,12 +195,15 @@ class HeartbeatLoop:
         if (said.state, said.step, said.incarnation) == (now.state, now.step, now.incarnation):
             await self._obey(answer)
 
-    def _exclude(self, answer: Verdict) -> None:
-        """Keep to the run's list of excluded peers; the rest of a long list is asked for at once."""
-        exclusions = self._peer.exclusions
+    def _heed(self, answer: Verdict) -> None:
+        """Keep to the run's list of excluded peers, the rest of which is asked for at once; take a new certificate."""
+        exclusions = self._peer.membership.exclusions
         exclusions.enter_term(answer.term)
         for peer_id in exclusions.hear(answer.exclusions):
             self._peer.node.drop(peer_id)
+        if answer.certificate and self._peer.membership.hold(answer.certificate) is not None:
+            self._peer.node.show_certificate()  # before any work that it entitles to
+            self._assignment.announce_now.set()
         if len(answer.exclusions) == MAX_EXCLUSIONS_TOLD:
             self._assignment.heartbeat_now.set()
 
@@ -260,7 +271,7 @@ class HeartbeatLoop:
             name=options.name[:64],
             metrics=self._metrics_at,
             spent=self._observer.spent(),
-            exclusions=peer.exclusions.head,
+            exclusions=peer.membership.exclusions.head,
             numeric_class=self._stage.numeric_class,
         )
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from swarmtrain.chain.exclusions import Exclusions
+from swarmtrain.chain.membership import Membership
 from swarmtrain.chain.signatures import Sign
 from swarmtrain.observe.faults import Faults
 from swarmtrain.observe.split import MicrobatchTimes
 from swarmtrain.rpc.errors import Refusal
 from swarmtrain.rpc.node import Node
+from swarmtrain.run.invite import Invite
 from swarmtrain.wire.messages import Code, Hop, Verdict
 
 CONTACT_S = 10.0  # without a word from the coordinator for so long, a peer's work may not be counted any more
@@ -87,7 +88,7 @@ class PeerIdentity:
     siblings: tuple[str, ...] = ()  # the others of the stage, as the last roster named them
     counters: Counters = field(default_factory=Counters)
     term_changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    exclusions: Exclusions = field(default_factory=Exclusions)  # of its whole daemon
+    membership: Membership = field(default_factory=lambda: Membership(Invite("", b"", ())))  # of its whole daemon
 
     def become(self, state: PeerState) -> None:
         """The only way to another state."""
@@ -133,6 +134,12 @@ class PeerIdentity:
             except TimeoutError:
                 raise self.refuse(Code.BEHIND, f"term {term} is not known here", retry_after_s=0.5) from None
         self._check_term(term)
+
+    def check_upstream(self, sender: str) -> None:
+        """Refuse work that is not from a peer which the coordinator has told to serve the stage before."""
+        certificate = self.membership.certificate_of(sender)
+        if sender != self.peer_id and (certificate is None or certificate.stage != self.stage - 1):
+            raise self.refuse(Code.NOT_ADMITTED, f"{sender[-8:]} does not serve stage {self.stage - 1}")
 
     def check_sibling(self, run: str, stage: int) -> None:
         """Refuse what does not come from this stage of this run."""

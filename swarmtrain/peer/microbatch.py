@@ -334,6 +334,7 @@ class Microbatches:
             await peer.check_coordinator(exchange.peer_id, work.run, work.term, work.stage)
         else:
             await peer.check_neighbour(work.run, work.term, work.stage)
+            peer.check_upstream(exchange.peer_id)
         is_later = work.step > clock.step and not clock.is_open(work.step)
         if is_later and peer.state in (PeerState.PAUSED, PeerState.DRAINING):
             # It takes nothing of a later step, and may not even see it: it need not have work in this one.

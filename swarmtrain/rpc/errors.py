@@ -50,6 +50,8 @@ class Violation(StrEnum):
     OUT_OF_ORDER = "out-of-order"  # a frame that is not allowed in the state of its call
     OVER_CREDIT = "over-credit"  # more bytes than the receiver has granted
     NOT_READING = "not-reading"  # the peer sends requests and does not read the answers
+    NO_PROOF = "no-proof"  # the other end does not have the run's secret
+    BAD_CERTIFICATE = "bad-certificate"  # not of this run, of this peer, or in force
     STALLED = "stalled"  # a message was begun and not finished within its deadline
 
 

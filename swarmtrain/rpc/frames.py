@@ -20,6 +20,7 @@ from swarmtrain.wire.frames import (
     FrameType,
     pack_nonce,
     parse_header,
+    parse_hello,
     parse_nonce,
     parse_pair,
     parse_refusal,
@@ -175,7 +176,12 @@ class FrameRouter:
         self._check_hello(frame_type)
         if self._link.queue.num_control_frames > _MAX_WAITING_CONTROL_FRAMES:
             raise ProtocolViolation(Violation.NOT_READING, "the peer does not read: too many control frames are queued")
-        if frame_type is FrameType.PING:
+        if frame_type is FrameType.HELLO:
+            self._hello_received(parse_hello(payload))
+        elif frame_type is FrameType.CERTIFICATE:
+            if not self._link.gate.met(self._link.peer_id, bytes(payload)):
+                raise ProtocolViolation(Violation.BAD_CERTIFICATE, "")
+        elif frame_type is FrameType.PING:
             self._link.queue.send_control(pack_nonce(FrameType.PONG, parse_nonce(payload)))
         elif frame_type is FrameType.PONG:
             self._link.keepalive.pong(parse_nonce(payload))
@@ -223,7 +229,12 @@ class FrameRouter:
             raise ProtocolViolation(Violation.NO_HELLO, f"{frame_type.name} before HELLO")
         if self.has_hello and is_hello:
             raise ProtocolViolation(Violation.OUT_OF_ORDER, "a second HELLO")
+
+    def _hello_received(self, proof: bytes) -> None:
+        if not self._link.gate.is_proven(self._link.peer_id, proof):
+            raise ProtocolViolation(Violation.NO_PROOF, "")
         self.has_hello = True
+        self._link.greeted()
 
     def _start_received(self, header: FrameHeader, payload: memoryview) -> None:
         is_request = header.frame_type is FrameType.REQUEST

@@ -14,15 +14,33 @@ from dataclasses import dataclass
 from swarmtrain import __version__, world
 from swarmtrain.p2p.network import ByteStream
 from swarmtrain.rpc.calls import Caller, OnProgress
-from swarmtrain.rpc.errors import LinkClosed, LinkRefused, PeerSilent, ProtocolViolation, RefusalCode, Violation
+from swarmtrain.rpc.errors import (
+    CallTimeout,
+    LinkClosed,
+    LinkRefused,
+    PeerSilent,
+    ProtocolViolation,
+    RefusalCode,
+    Violation,
+)
 from swarmtrain.rpc.exchange import Callee, Handler
 from swarmtrain.rpc.frames import FrameReader, FrameRouter
+from swarmtrain.rpc.gate import Gate, OpenGate
 from swarmtrain.rpc.inbound import InboundMessage, InboundMessages
 from swarmtrain.rpc.limits import Budget, Shared
 from swarmtrain.rpc.meter import LinkMeter, Traffic
 from swarmtrain.rpc.outbound import OutboundQueue
 from swarmtrain.units import MIB
-from swarmtrain.wire.frames import FrameType, RefusalPayload, pack_frame, pack_nonce, pack_pair, pack_refusal
+from swarmtrain.waiting import wait_event
+from swarmtrain.wire.frames import (
+    FrameType,
+    RefusalPayload,
+    pack_frame,
+    pack_hello,
+    pack_nonce,
+    pack_pair,
+    pack_refusal,
+)
 from swarmtrain.wire.schema import Message, Priority, Registry
 
 
@@ -57,6 +75,7 @@ class Link:
         initiator: bool,
         options: LinkOptions | None = None,
         shared: Shared | None = None,
+        gate: Gate | None = None,
         meter: LinkMeter | None = None,
         on_closed: Callable[[Link], None] | None = None,
     ) -> None:
@@ -67,6 +86,7 @@ class Link:
         self.registry = registry
         self.options = options = options or LinkOptions()
         self.shared = shared = shared or Shared()
+        self.gate = gate or OpenGate()
         self.meter = meter or LinkMeter(stream.peer_id)
         self.traffic = Traffic()
         self.queue = OutboundQueue(
@@ -89,6 +109,7 @@ class Link:
         self._reader = FrameReader(self._router)
         self._is_closing = False
         self._call_ended = asyncio.Event()
+        self._was_greeted = asyncio.Event()  # or it has ended
         self._stream_closed = asyncio.Event()
         self._is_reading_paused = False
         self._abort_timer: asyncio.TimerHandle | None = None
@@ -97,7 +118,7 @@ class Link:
 
     def start(self) -> None:
         """Send HELLO and begin to receive."""
-        self.queue.send_control(pack_frame(FrameType.HELLO, 0, f"swarmtrain {__version__}".encode()))
+        self.queue.send_control(pack_hello(self.gate.proof(self.peer_id), f"swarmtrain {__version__}"))
         self.keepalive.start()
         self._stream.start(self)
 
@@ -140,7 +161,20 @@ class Link:
         if not self.is_open:
             raise self._closed_error(False)
         self.used_at = self._loop.time()
+        if not self.was_greeted:  # until the other end has proven itself it hears nothing of the run
+            waited_since = self._loop.time()
+            if not await wait_event(self._was_greeted, deadline_s):
+                raise CallTimeout(f"{self.peer_id} has not said HELLO in {deadline_s:g} s")
+            if not self.is_open:
+                raise self._closed_error(False)
+            deadline_s -= self._loop.time() - waited_since
         return await self.caller.call(request, deadline_s=deadline_s, on_progress=on_progress)
+
+    def show_certificate(self) -> None:
+        """Show the other end this one's certificate, if it has proven itself."""
+        credential = self.gate.credential()
+        if self.was_greeted and credential and self.error is None:
+            self.queue.send_control(pack_frame(FrameType.CERTIFICATE, 0, credential))
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Take no new calls, wait for open ones, send GOODBYE, and return when the stream is closed.
@@ -223,6 +257,11 @@ class Link:
             self._stream.resume_reading()
 
     # For the two halves of the link, its frame router and its keepalive.
+
+    def greeted(self) -> None:
+        """The other end has proven itself: show the certificate, then begin the calls that wait."""
+        self.show_certificate()
+        self._was_greeted.set()
 
     def refuse(self, call_id: int, refusal: RefusalPayload) -> None:
         """Answer a call with a refusal."""
@@ -315,6 +354,7 @@ class Link:
         self.caller.link_lost(self._closed_error, last_seen)
         self.callee.link_lost()
         self._call_ended.set()
+        self._was_greeted.set()
         if self._on_closed is not None:
             self._on_closed(self)
 

@@ -14,6 +14,7 @@ from swarmtrain.rpc.calls import OnProgress
 from swarmtrain.rpc.dialing import Dialer, DialOptions
 from swarmtrain.rpc.errors import CallTimeout, LinkClosed, MalformedAnswer, RefusalCode
 from swarmtrain.rpc.exchange import Handler, call_locally
+from swarmtrain.rpc.gate import Gate
 from swarmtrain.rpc.limits import Budget, HandlerTasks, RateLimiter, Shared
 from swarmtrain.rpc.link import Link, LinkOptions
 from swarmtrain.rpc.link_table import LinkRecord, LinkSnapshot, LinkTable
@@ -81,6 +82,7 @@ class Node:
         on_link_closed: Callable[[str, LinkClosed], None] | None = None,
         look_up: Callable[[str], Awaitable[bool]] | None = None,
         is_excluded: Callable[[str], bool] = lambda peer_id: False,
+        gate: Gate | None = None,
     ) -> None:
         """`look_up`: see `Dialer`. A peer that `is_excluded` is neither called nor listened to."""
         self._transport = transport
@@ -88,6 +90,7 @@ class Node:
         self._handler = handler
         self._on_link_closed = on_link_closed
         self._is_excluded = is_excluded
+        self._gate = gate
         self.options = options or NodeOptions()
         self._loop = asyncio.get_running_loop()
         self._shared = Shared(
@@ -227,6 +230,11 @@ class Node:
         for link in neighbour.links if neighbour is not None else ():
             link.refuse_peer()
 
+    def show_certificate(self) -> None:
+        """This end has a new certificate: every link shows it."""
+        for link in self._neighbours.links():
+            link.show_certificate()
+
     def _accept(self, stream: ByteStream) -> None:
         if self._is_excluded(stream.peer_id):
             self.num_excluded_streams += 1
@@ -250,6 +258,7 @@ class Node:
             initiator=initiator,
             options=self.options.link,
             shared=self._shared,
+            gate=self._gate,
             meter=neighbour.meter,
             on_closed=self._link_closed,
         )

@@ -14,10 +14,13 @@ Everything it does costs virtual time only. It is no `Life` of the swarm: nobody
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+from swarmtrain.chain.membership import Membership
 from swarmtrain.chain.offer import COORDINATOR_TOPIC
 from swarmtrain.directory.directory import Directory, DirectoryOptions, TopicRule
 from swarmtrain.p2p.errors import NetError
@@ -26,9 +29,19 @@ from swarmtrain.reduce.partition import cut
 from swarmtrain.rpc.errors import CallRefused, Refusal
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.rpc.node import Node
+from swarmtrain.run.invite import Invite
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
-from swarmtrain.wire.frames import FrameType, pack_frame
-from swarmtrain.wire.messages import MESSAGES, Code, Heartbeat, Prepare, ReduceShare, Verdict
+from swarmtrain.wire.frames import pack_hello
+from swarmtrain.wire.messages import (
+    MESSAGES,
+    Code,
+    Enrol,
+    Enrolled,
+    Heartbeat,
+    Prepare,
+    ReduceShare,
+    Verdict,
+)
 from swarmtrain.wire.peer_report import SERVING, PeerReport
 from swarmtrain.wire.schema import Message
 
@@ -43,8 +56,18 @@ Outcome = Message | NetError
 class Stranger:
     """See the module docstring. Ready when the constructor returns."""
 
-    def __init__(self, swarm: SimulatedSwarm, name: str, *, has_directory: bool = False) -> None:
-        """`has_directory`: it is a node of the run's directory too, so that it can announce records."""
+    def __init__(
+        self,
+        swarm: SimulatedSwarm,
+        name: str,
+        *,
+        has_directory: bool = False,
+        enrols: bool = True,
+        invite: Invite | None = None,
+    ) -> None:
+        """`has_directory`: it is a node of the run's directory too, so that it can announce records. Unless it
+        `enrols` it has no certificate; `invite` is another one than the run's own."""
+        self.invite, self._enrols = invite or swarm.invite(), enrols
         self.swarm, self.name = swarm, name
         self.answers: dict[type[Message], Answer] = {}  # to what it is asked; everything else is refused
         self.heard: list[Message] = []  # everything that it was asked
@@ -62,17 +85,31 @@ class Stranger:
         swarm.until(lambda: self._is_ready, f"{name} is there")
 
     async def _main(self) -> None:
-        invite = self.swarm.invite()
+        invite = self.invite
         options = HostOptions(
             state_dir=self.machine.disk.root, listen=(self.machine.address,), bootstrap=invite.bootstrap
         )
         self.host = await self.machine.start_host(options)
+        self.membership = Membership(invite)
+        self.membership.peer_id = self.host.peer_id
         if self._has_directory:
             rules = {COORDINATOR_TOPIC: TopicRule(countersigned_by=invite.run_key)}
-            self.directory = await Directory.start(self.host, invite.run_id, DirectoryOptions(rules=rules))
-        self.node = Node(self.host, MESSAGES, self._handle)
+            options_ = DirectoryOptions(rules=rules, gate=self.membership)
+            self.directory = await Directory.start(self.host, invite.run_id, options_)
+            self.membership.clock = self.directory.now
+        self.node = Node(self.host, MESSAGES, self._handle, gate=self.membership)
+        if self._enrols:
+            await self._enrol(invite)
         self._is_ready = True
         await asyncio.Event().wait()
+
+    async def _enrol(self, invite: Invite) -> None:
+        """Get a certificate, as a peer does."""
+        proof = hmac.digest(invite.token, self.peer_id.encode(), hashlib.sha256) if invite.token else b""
+        request = Enrol(invite.run_id, self.name, token_number=invite.token_number, token_proof=proof)
+        answer = await self.node.call(self._learn(self.swarm.coordinator), request, DEADLINE_S, expect=Enrolled)
+        self.membership.hold(answer.certificate)
+        self.node.show_certificate()
 
     async def _handle(self, message: Message, exchange: Exchange) -> Message:
         self.heard.append(message)
@@ -118,7 +155,7 @@ class Stranger:
             stream = await self.host.open(self._learn(target), timeout_s=10.0)
             stream.start(Deaf())
             if says_hello:
-                stream.write(pack_frame(FrameType.HELLO, 0, b"a stranger"))
+                stream.write(pack_hello(self.membership.proof(stream.peer_id), "a stranger"))
             found.append(stream)
 
         self.process.spawn(work(), f"{self.name} opens a stream")
@@ -163,6 +200,8 @@ class Stranger:
             await self._call(self.swarm.coordinator, beat, DEADLINE_S, found)
             if isinstance(found[0], Verdict):
                 self.verdicts.append(found[0])
+                if found[0].certificate and self.membership.hold(found[0].certificate) is not None:
+                    self.node.show_certificate()
                 if follows:
                     beat = replace(beat, report=replace(beat.report, step=found[0].step))
             await asyncio.sleep(BEAT_S)

@@ -45,7 +45,7 @@ _NO_STAGE = 2**16 - 1
 class FrameType(IntEnum):
     """What a frame is. The comment names the payload."""
 
-    HELLO = 1  # name and version of the program, for the log; first frame of each end
+    HELLO = 1  # proof that this end has the run's secret; name and version of the program. First frame of each end
     REQUEST = 2  # start of a request
     PROGRESS = 3  # start of a progress message
     ANSWER = 4  # start of the final answer
@@ -57,6 +57,7 @@ class FrameType(IntEnum):
     PING = 10  # a number
     PONG = 11  # the same number
     GOODBYE = 12  # no more frames come: why
+    CERTIFICATE = 13  # of this end, once the other one has proven itself; again when it has a new one
 
 
 START_TYPES = frozenset({FrameType.REQUEST, FrameType.PROGRESS, FrameType.ANSWER})
@@ -185,6 +186,18 @@ def parse_pair(payload: memoryview) -> tuple[int, int]:
         raise BadFrame("a pair of numbers with a wrong length")
     first, second = _PAIR.unpack(payload)
     return first, second
+
+
+def pack_hello(proof: bytes, program: str) -> bytes:
+    """A HELLO; the proof has at most 255 bytes."""
+    return pack_frame(FrameType.HELLO, 0, bytes((len(proof),)) + proof + program.encode()[:MAX_CODE_BYTES])
+
+
+def parse_hello(payload: memoryview) -> bytes:
+    """The proof in a HELLO."""
+    if not len(payload) or len(payload) < 1 + payload[0]:
+        raise BadFrame("a HELLO that is too short")
+    return bytes(payload[1 : 1 + payload[0]])
 
 
 def pack_nonce(frame_type: FrameType, nonce: int) -> bytes:

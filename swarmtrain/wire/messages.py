@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from swarmtrain.units import MIB
+from swarmtrain.wire.certificates import Credential, Kind
 from swarmtrain.wire.field_types import (
     Assignment,
     Attempt,
@@ -34,7 +35,7 @@ from swarmtrain.wire.field_types import (
     Text,
 )
 from swarmtrain.wire.peer_report import PeerReport
-from swarmtrain.wire.schema import AllowNonFinite, Blob, MaxLength, Message, Priority, Range, Registry, message
+from swarmtrain.wire.schema import AllowNonFinite, Blob, Lengths, MaxLength, Message, Priority, Range, Registry, message
 
 REDONE = struct.Struct("<QII")  # step, microbatch, round
 MAX_REDONE = 1 << 15  # of the open steps
@@ -63,6 +64,7 @@ class Code(StrEnum):
     UNPREPARED = "unprepared"  # apply came without a prepared sum
     UNKNOWN = "unknown"  # nothing is known of what was asked for
     NOBODY = "nobody"  # no peer of `stage`, further downstream, did it in time
+    NOT_ADMITTED = "not-admitted"  # the caller has no certificate that allows this
     DIVERGED = "diverged"  # training itself produced numbers that are not finite
 
 
@@ -242,6 +244,7 @@ class Verdict(Message):
     credit: Annotated[int, Range(0, 2**53)] = 0  # decided microbatches that count as this peer's, on all its stages
     exclusions: Annotated[tuple[Exclusion, ...], MaxLength(MAX_EXCLUSIONS_TOLD)] = ()  # that the peer has not heard of
     credit_s: Seconds = 0.0  # of the steps in which it had a part
+    certificate: Credential = b""  # a new one in place of the peer's
     redone: Annotated[bytes, MaxLength(MAX_REDONE * REDONE.size)] = b""  # REDONE of microbatches that are begun anew
     is_only: bool = False  # no other peer that stays has its state, nor a checkpoint: the run would lose steps with it
 
@@ -293,6 +296,29 @@ class LineMeasured(Message):
     """The bytes that were wanted."""
 
     filling: Annotated[Blob, MaxLength(MAX_MEASURED_BYTES)]
+
+
+@message(kind="enrol", priority=Priority.CONTROL)
+class Enrol(Message):
+    """A newcomer asks the coordinator for a certificate. Answer: `Enrolled`."""
+
+    run: RunId
+    name: Annotated[str, MaxLength(64)]
+    kind: Kind = Kind.MEMBER
+    token_number: ExclusionNumber = 0
+    token_proof: Annotated[bytes, Lengths((0, 32))] = b""  # that it has the token, for its own peer id
+    challenge: Annotated[bytes, MaxLength(32)] = b""  # as a former answer told
+    work: Annotated[bytes, MaxLength(256)] = b""  # its solution
+
+
+@message(kind="enrolled", priority=Priority.CONTROL)
+class Enrolled(Message):
+    """The certificate; or what must be done for one: solve the challenge, or ask again while an operator decides."""
+
+    certificate: Credential = b""
+    challenge: Annotated[bytes, MaxLength(32)] = b""
+    difficulty: Annotated[int, Range(0, 64)] = 0  # zero bits per puzzle
+    retry_after_s: Seconds = 0.0
 
 
 @message(kind="fetch_run", priority=Priority.CONTROL)
@@ -615,6 +641,8 @@ MESSAGES = Registry(
     StageFound,
     AskMove,
     MoveAnswered,
+    Enrol,
+    Enrolled,
     FetchRun,
     RunOffer,
     Prepare,

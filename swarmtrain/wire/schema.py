@@ -58,7 +58,7 @@ __all__ = [
     "unpack_fields",
 ]
 
-PROTOCOL_VERSION = 4  # peers are told who is excluded since then
+PROTOCOL_VERSION = 5  # both ends of a link prove that they have the run's secret since then
 MAX_KIND_BYTES = 32
 _HEADER_LENGTH = struct.Struct("<I")
 _HEADER_OVERHEAD = 64  # array prefixes, kind, version and fingerprint

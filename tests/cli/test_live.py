@@ -50,8 +50,8 @@ def coordinator(**changes: Any) -> dict[str, Any]:
         "kind": "coordinator", "name": "nano", "run": "0123456789abcdef", "state": "training", "cause": "training",
         "reason": "", "since": 1.0, "next": "step 5 of 30", "step": 4, "steps": 30, "val_loss": None, "now": 100.0,
         "last": {"loss": 2.25, "tokens_per_s": 1234.0}, "seconds_left": 3600.0, "last_applied_at": 99.0,
-        "stages": [[member("attic", 0)], [member("cellar", 1)]], "page": "http://127.0.0.1:1/", "invite": "st1-x",
-        "excluded": [], "num_excluded": 0,
+        "stages": [[member("attic", 0)], [member("cellar", 1)]], "page": "http://127.0.0.1:1/", "invite": "st2-x",
+        "excluded": [], "num_excluded": 0, "pending": [],
         **changes,
     }  # fmt: skip
 

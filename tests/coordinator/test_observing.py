@@ -26,7 +26,7 @@ def test_doubts_about_peers_that_never_return_are_forgotten() -> None:
         manifest = preset("nano")
         context = bare_context(manifest, stages=[StageBook() for _ in range(manifest.stages.count)])
         missing = cast(Any, None)
-        observer = RunObserver(context, missing, missing, invite="", refused={})
+        observer = RunObserver(context, missing, missing, invite="", refused={}, admission=dict)
         for number in range(50):
             peer = f"peer{number}"
             context.members.heartbeat(peer, heartbeat(1, "serving", "1", 3, "d"), 0.0)
@@ -45,7 +45,7 @@ def test_contributors_that_left_keep_their_names_and_those_that_are_here_say_the
     context.tally.resume({peer: Contribution(Counter({0: count})) for peer, count in counts.items()}, 5)
     context.tally.names = {"here": "old", "gone": "otto"}
     missing = cast(Any, None)
-    observer = RunObserver(context, missing, missing, invite="", refused={})
+    observer = RunObserver(context, missing, missing, invite="", refused={}, admission=dict)
     found = {item["peer"]: (item["name"], item["here"]) for item in observer._contributors(context.members.all())}
     assert found == {"here": ("new", True), "gone": ("otto", False), "nameless": ("", False)}
     assert context.tally.names["here"] == "old"  # what the journal has: the new name is written with the next step
@@ -57,7 +57,7 @@ def test_a_broken_link_is_in_doubt_until_the_next_heartbeat() -> None:
     async def main() -> list[float | None]:
         daemon = CoordinatorDaemon(CoordinatorOptions(preset("nano"), Path()), Events(), cast(Any, None))
         context = daemon.context = bare_context(preset("nano"))
-        daemon.observer = RunObserver(context, cast(Any, None), cast(Any, None), invite="", refused={})
+        daemon.observer = RunObserver(context, cast(Any, None), cast(Any, None), invite="", refused={}, admission=dict)
         found = []
         for change in (lambda: None, lambda: daemon._link_closed("a", LinkClosed("cut")), lambda: None):
             context.members.heartbeat("a", beat, 0.0)

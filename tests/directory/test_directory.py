@@ -28,8 +28,8 @@ from swarmtrain.wire.schema import pack_fields, unpack_fields
 
 from .memory_hosts import MemoryHost, MemoryNetwork
 
-FIND = "/swarmtrain/directory/1/run/find"
-STORE = "/swarmtrain/directory/1/run/store"
+FIND = "/swarmtrain/directory/2/run/find"
+STORE = "/swarmtrain/directory/2/run/store"
 QUICK = {"watch_interval_s": 0.05}
 NEVER = {"watch_interval_s": 1000.0}
 
@@ -297,7 +297,7 @@ def test_any_bytes_to_a_node_change_nothing(noise: bytes, method: str) -> None:
         async with crowd(1) as (network, members, directories):
             liar = network.host()
             try:
-                await liar.call(members[0].peer_id, f"/swarmtrain/directory/1/run/{method}", noise, timeout_s=1)
+                await liar.call(members[0].peer_id, f"/swarmtrain/directory/2/run/{method}", noise, timeout_s=1)
             except PeerUnreachable:
                 pass  # a refusal
             status = directories[0].status()
@@ -312,7 +312,7 @@ def test_a_node_cannot_sit_where_it_likes() -> None:
             liar = network.host()
             for wanted in range(50):
                 request = pack_fields(Ping(wanted.to_bytes(20, "big"), ()))
-                await liar.call(members[0].peer_id, "/swarmtrain/directory/1/run/ping", request, timeout_s=1)
+                await liar.call(members[0].peer_id, "/swarmtrain/directory/2/run/ping", request, timeout_s=1)
             assert directories[0].status().num_neighbours == 1
 
     run(main())

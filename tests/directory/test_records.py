@@ -44,7 +44,7 @@ def flaw_of(raw: bytes, topic: str = "topic", **options: Any) -> Flaw:
 def repacked(**changes: Any) -> bytes:
     """The good record with some of its fields replaced, its signature kept."""
     version, statement, signature, countersignature = msgpack.unpackb(RAW, raw=False)
-    names = ["run_id", "topic", "peer_id", "expires_at", "value"]
+    names = ["run_id", "topic", "peer_id", "expires_at", "value", "credential"]
     stated = dict(zip(names, statement, strict=True))
     others = {"version": version, "signature": signature, "countersignature": countersignature}
     assert changes.keys() <= stated.keys() | others.keys()
@@ -65,6 +65,7 @@ def test_a_good_record_is_read_as_it_was_made() -> None:
     ("changes", "flaw"),
     [
         ({"value": b"stage 4"}, Flaw.FORGED),
+        ({"credential": b"another's"}, Flaw.FORGED),
         ({"expires_at": NOW + 31.0}, Flaw.FORGED),
         ({"signature": bytes(64)}, Flaw.FORGED),
         ({"peer_id": b"\x00\x24\x08\x01\x12\x20" + Identity.generate().public_bytes}, Flaw.FORGED),
@@ -238,3 +239,16 @@ class TestStore:
             assert store.num_bytes == sum(len(raw) for records in held for raw in records)
             assert store.num_records == sum(map(len, held))
             self.now += pause
+
+
+def test_a_record_counts_only_while_its_credential_entitles_its_owner() -> None:
+    raw = make_record(OWNER, "run", "topic", b"stage 3", NOW + 30.0, credential=b"good")
+    entitled = {(OWNER.peer_id, b"good")}
+    judge = RecordChecker("run", {}, lambda: NOW, vouches=lambda *who: who in entitled)
+    assert judge.check(raw, "topic").credential == b"good"
+    with pytest.raises(FlawedRecord, match="uncertified"):
+        judge.check(RAW, "topic")
+    entitled.clear()  # it was revoked
+    with pytest.raises(FlawedRecord, match="uncertified"):
+        judge.check(raw, "topic")
+    assert judge.dropped[Flaw.UNCERTIFIED] == 2

@@ -70,7 +70,7 @@ def victim(options: LinkOptions = QUIET) -> tuple[Link, RawPeer]:
     return link, RawPeer(raw_stream)
 
 
-HELLO = frames.pack_frame(FrameType.HELLO, 0, b"raw")
+HELLO = frames.pack_hello(b"", "raw")
 
 
 def started(num_bytes: int, call_id: int = 1, kind: str = "tensor", frame_type: FrameType = FrameType.REQUEST) -> bytes:
@@ -223,9 +223,10 @@ def test_an_answer_before_its_request_is_complete_is_a_breach() -> None:
         link.start()
         raw = RawPeer(raw_stream)
         raw_stream.pause_reading()
+        raw.stream.write(HELLO)
         call = asyncio.create_task(link.call(Tensor(7, pattern(150_000)), deadline_s=10))
         await until(lambda: link.backlog_bytes > 0, "the request must have been begun and not be done")
-        raw.stream.write(HELLO + started(100, 2, "reply", FrameType.ANSWER))
+        raw.stream.write(started(100, 2, "reply", FrameType.ANSWER))
         with pytest.raises(ProtocolViolation, match="out-of-order"):
             await call
         raw_stream.resume_reading()

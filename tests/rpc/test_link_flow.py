@@ -354,6 +354,7 @@ def test_waiting_for_room_lets_a_handler_hold_back_its_large_answers() -> None:
 
         options = LinkOptions(heartbeat_s=1000, outbound_bytes=MIB)
         left, right = make_links(right_handler=handler, streams=streams, options=options)
+        await until(lambda: left.was_greeted, "the first frame is there")
         streams[1].stall(True)
         calls = [asyncio.create_task(left.call(Ask(i), deadline_s=30)) for i in range(20)]
         await until(lambda: right.backlog_bytes >= MIB, "the queue fills")

@@ -24,6 +24,11 @@ def ban(swarm: SimulatedSwarm, peer_id: str) -> None:
     swarm.until(lambda: peer_id in context.bans, "it is excluded")
 
 
+def has_heard(life: Life, peer_id: str) -> bool:
+    """Whether a daemon knows that a peer is excluded."""
+    return peer_id in life.daemon.membership.exclusions
+
+
 def refusal(life: Life) -> str:
     """How its last process ended."""
     return type(life.errors[-1]).__name__ if life.errors else ""
@@ -82,7 +87,7 @@ def test_every_peer_hears_of_it_and_has_no_link_with_it(simulated: Make, referen
     culprit.process.stop()  # it cannot leave by itself
     ban(swarm, culprit.peer_id)
     late = swarm.start_peer("late", 0)
-    swarm.until(lambda: all(culprit.peer_id in life.daemon.exclusions for life in (*others, late)), "all have heard")
+    swarm.until(lambda: all(has_heard(life, culprit.peer_id) for life in (*others, late)), "all have heard")
     wait_serving(swarm, late)
     assert not any(life.daemon.assignment.peer.node.has_link(culprit.peer_id) for life in (*others, late))
     culprit.process.resume()
@@ -102,7 +107,7 @@ def test_one_that_is_readmitted_serves_again(simulated: Make, references: Refere
     wait_said(swarm, swarm.coordinator, "peer_readmitted", peer=peer_id)
     swarm.start_peer(culprit.name, culprit.stage)
     wait_serving(swarm, culprit)
-    swarm.until(lambda: not any(peer_id in life.daemon.exclusions for life in swarm.peers), "all have heard of it")
+    swarm.until(lambda: not any(has_heard(life, peer_id) for life in swarm.peers), "all have heard of it")
     assert_reference(swarm, references)
 
 
@@ -111,7 +116,9 @@ def test_an_excluded_peer_that_calls_another_one_is_refused(simulated: Make, ref
     swarm.start(num_peers=6)
     wait_step(swarm, 1)
     culprit, victim = swarm.peers[4], swarm.peers[0]
-    victim.daemon.exclusions.hear([Exclusion(1, culprit.peer_id)])  # its coordinator and others know nothing of it
+    victim.daemon.membership.exclusions.hear(
+        [Exclusion(1, culprit.peer_id)]
+    )  # its coordinator and others know nothing of it
     victim.daemon.assignment.peer.node.drop(culprit.peer_id)
     errors: list[Exception] = []
 
