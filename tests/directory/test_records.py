@@ -73,7 +73,7 @@ def test_a_good_record_is_read_as_it_was_made() -> None:
         ({"run_id": "other"}, Flaw.MISPLACED),
         ({"topic": "other"}, Flaw.MISPLACED),
         ({"version": 1}, Flaw.MALFORMED),
-        ({"version": 3}, Flaw.MALFORMED),
+        ({"version": 4}, Flaw.MALFORMED),
         ({"peer_id": b""}, Flaw.MALFORMED),
         ({"peer_id": "text"}, Flaw.MALFORMED),
         ({"expires_at": math.nan}, Flaw.MALFORMED),

@@ -20,6 +20,9 @@ INVITES = st.builds(
     st.text(max_size=16),
     st.binary(min_size=32, max_size=32),
     st.lists(st.text(max_size=60), max_size=16).map(tuple),
+    st.binary(min_size=16, max_size=16),
+    st.integers(0, 2**40 - 1),
+    st.sampled_from([b"", bytes(range(16))]),
 )
 
 
@@ -66,6 +69,11 @@ def test_any_other_text_is_refused(text: str) -> None:
         ["run", bytes(32), "address"],
         ["run", bytes(32), [1]],
         ["run", bytes(32), ["a"] * 17],
+        ["run", bytes(32), []],  # of an older version
+        ["run", bytes(32), [], bytes(15), 0, b""],
+        ["run", bytes(32), [], bytes(16), -1, b""],
+        ["run", bytes(32), [], bytes(16), True, b""],
+        ["run", bytes(32), [], bytes(16), 0, b"short"],
         {"run": 1},
         "x" * 100,
     ],
@@ -73,6 +81,11 @@ def test_any_other_text_is_refused(text: str) -> None:
 def test_a_sound_checksum_around_the_wrong_content_is_refused(content: object) -> None:
     with pytest.raises(UsageError):
         parse_invite(sealed(content))
+
+
+def test_an_invite_of_an_older_version_says_so() -> None:
+    with pytest.raises(UsageError, match="older version"):
+        parse_invite("st1-AAAA")
 
 
 def test_an_endless_invite_is_refused_before_it_is_decoded() -> None:

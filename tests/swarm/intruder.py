@@ -1,4 +1,4 @@
-"""A client that belongs to no run: it speaks libp2p, and then whatever it likes."""
+"""A client with a certificate that it does not deserve: it speaks libp2p, and then whatever it likes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from swarmtrain.chain.membership import Membership
 from swarmtrain.p2p.host import Host
+from swarmtrain.p2p.identity import RunKey
 from swarmtrain.p2p.network import ByteStream, HostOptions
 from swarmtrain.rpc.errors import CallRefused
 from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.rpc.node import Node
+from swarmtrain.run.invite import parse_invite
 from swarmtrain.wire import frames
+from swarmtrain.wire.certificates import Certificate, pack_credential, signed_part
 from swarmtrain.wire.frames import FrameType, Start
 from swarmtrain.wire.messages import MESSAGES, Acknowledged
 from swarmtrain.wire.schema import Message
@@ -23,7 +27,6 @@ from swarmtrain.wire.schema import Message
 from .harness import LOOPBACK, PATIENCE, Daemon, Swarm
 
 T = TypeVar("T")
-HELLO = frames.pack_frame(FrameType.HELLO, 0, b"intruder")
 
 
 def address_of(daemon: Daemon) -> tuple[str, str]:
@@ -69,8 +72,12 @@ class RawStream:
 class Intruder:
     """Streams and messages to the daemons of a swarm."""
 
-    def __init__(self, host: Host, node: Node) -> None:
-        self.host, self._node = host, node
+    def __init__(self, host: Host, node: Node, membership: Membership) -> None:
+        self.host, self._node, self._membership = host, node, membership
+
+    def hello(self, daemon: Daemon) -> bytes:
+        """The first frame of a link with a daemon."""
+        return frames.pack_hello(self._membership.proof(address_of(daemon)[0]), "intruder")
 
     @property
     def peer_id(self) -> str:
@@ -103,6 +110,16 @@ class Intruder:
         return f"answered {answer.wire.kind}"
 
 
+def traitor(swarm: Swarm, peer_id: str) -> Membership:
+    """What a member of stage 0 has that does as it likes."""
+    invite, key = parse_invite(swarm.invite()), RunKey.load(swarm.coordinator_dir / "run.key")
+    membership = Membership(invite)
+    membership.peer_id = peer_id
+    certificate = Certificate(invite.run_id, peer_id, 2**40, 1e11, stage=0)
+    membership.hold(pack_credential(certificate, key.sign(signed_part(certificate))))
+    return membership
+
+
 @asynccontextmanager
 async def intruder(swarm: Swarm, directory: Path) -> AsyncIterator[Intruder]:
     """An intruder that knows the run's coordinator from its invite."""
@@ -112,9 +129,10 @@ async def intruder(swarm: Swarm, directory: Path) -> AsyncIterator[Intruder]:
     async def answer(message: Message, exchange: Exchange) -> Message:
         return Acknowledged("")
 
-    node = Node(host, MESSAGES, answer)
+    membership = traitor(swarm, host.peer_id)
+    node = Node(host, MESSAGES, answer, gate=membership)
     try:
-        yield Intruder(host, node)
+        yield Intruder(host, node, membership)
     finally:
         await node.close()
         await host.close()

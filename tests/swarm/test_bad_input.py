@@ -35,7 +35,7 @@ from swarmtrain.wire.peer_report import PeerReport
 from swarmtrain.wire.schema import Message
 
 from .harness import PACE, Daemon, Swarm, tiny, until
-from .intruder import HELLO, Intruder, break_in, request
+from .intruder import Intruder, break_in, request
 
 pytestmark = pytest.mark.swarm
 
@@ -59,33 +59,33 @@ def violations(daemon: Daemon) -> dict[str, int]:
     return {**traffic["violations"], "malformed": traffic["malformed"]}
 
 
-def raw_attacks() -> dict[str, tuple[bytes, str]]:
+def raw_attacks(hello: bytes = frames.pack_hello(b"", "")) -> dict[str, tuple[bytes, str]]:
     """Bytes, and under which name they must be counted."""
     big_chunk = frames.pack_header(FrameType.CHUNK, 1, 2**31, 0)
-    damaged = bytearray(HELLO + request("fetch_run", 10, b"0123456789"))
+    damaged = bytearray(hello + request("fetch_run", 10, b"0123456789"))
     damaged[-1] ^= 1
     return {
         "random bytes": (random.Random(1).randbytes(100_000), "bad-magic"),
         "a web browser": (b"GET / HTTP/1.1\r\nHost: swarm\r\n\r\n" * 3, "bad-magic"),
         "no hello": (request("fetch_run", 10, b"0123456789"), "no-hello"),
-        "a damaged header": (HELLO[:10] + b"\xff" + HELLO[11:], "bad-header"),
-        "a huge chunk": (HELLO + big_chunk, "bad-header"),
-        "a huge message": (HELLO + request("work", 2**62), "too-large"),
-        "a message above its kind's limit": (HELLO + request("fetch_run", 300 * MIB), "too-large"),
-        "an unknown kind": (HELLO + request("pickle", 10, b"0123456789"), "unknown-kind"),
+        "a damaged header": (hello[:10] + b"\xff" + hello[11:], "bad-header"),
+        "a huge chunk": (hello + big_chunk, "bad-header"),
+        "a huge message": (hello + request("work", 2**62), "too-large"),
+        "a message above its kind's limit": (hello + request("fetch_run", 300 * MIB), "too-large"),
+        "an unknown kind": (hello + request("pickle", 10, b"0123456789"), "unknown-kind"),
         "a damaged payload": (bytes(damaged), "bad-checksum"),
     }
 
 
 @pytest.mark.parametrize("name", raw_attacks())
 def test_raw_bytes_close_the_stream_and_are_counted(swarm: Swarm, tmp_path: Path, name: str) -> None:
-    data, violation = raw_attacks()[name]
+    violation = raw_attacks()[name][1]
     targets = [swarm.coordinator, swarm.peers[1]]
     before = [violations(target).get(violation, 0) for target in targets]
 
     async def attack(one: Intruder) -> None:
         for target in targets:
-            await one.expect_end(target, data)
+            await one.expect_end(target, raw_attacks(one.hello(target))[name][0])
 
     break_in(swarm, tmp_path, attack)
     for target, count in zip(targets, before, strict=True):
@@ -99,7 +99,7 @@ def test_a_whole_message_of_garbage_is_refused_as_malformed(swarm: Swarm, tmp_pa
     async def attack(one: Intruder) -> bytes:
         stream = await one.raw(peer)
         body = random.Random(2).randbytes(5000)
-        stream.write(HELLO + request("work", len(body), body))
+        stream.write(one.hello(peer) + request("work", len(body), body))
         while b"malformed" not in stream.received and not stream.ended.is_set():
             await one.host.connected_peers()  # a turn of the loop that takes a moment
         return bytes(stream.received)
@@ -116,9 +116,9 @@ def test_many_attacks_leave_memory_flat(swarm: Swarm, tmp_path: Path) -> None:
         for number in range(18):
             for target in targets:
                 stream = await one.raw(target)  # begun and cut off in the middle of a frame
-                stream.write(HELLO + request("work", 200 * MIB, bytes(200_000))[:-7])
+                stream.write(one.hello(target) + request("work", 200 * MIB, bytes(200_000))[:-7])
                 stream.abort()
-                data, _ = list(raw_attacks().values())[number % 9]
+                data, _ = list(raw_attacks(one.hello(target)).values())[number % 9]
                 await one.expect_end(target, data)
 
     break_in(swarm, tmp_path, attack)

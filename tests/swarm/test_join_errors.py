@@ -75,7 +75,9 @@ def test_a_run_without_a_coordinator(tmp_path: Path) -> None:
 
 def test_sigterm_ends_a_peer_that_is_still_looking_for_its_run(swarm: Swarm) -> None:
     found = parse_invite(swarm.invite())
-    invite = Invite("0123456789abcdef", found.run_key, found.bootstrap).text()  # nobody coordinates this one
+    invite = Invite(
+        "0123456789abcdef", found.run_key, found.bootstrap, found.secret
+    ).text()  # nobody coordinates this one
     state_dir = swarm.directory / "looking"
     arguments = ["join", invite, "--stage", "0", "--listen", LOOPBACK, "--state-dir", str(state_dir)]
     daemon = swarm.start_daemon("looking", 0, state_dir, arguments)
