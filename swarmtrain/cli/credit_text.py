@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from swarmtrain.chain.receipt import EARLIER
 from swarmtrain.observe.events import called
 from swarmtrain.units import show_count, show_duration
 
@@ -33,6 +32,8 @@ def _in_order(stages: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def _days(days: Mapping[str, int]) -> str:
+    from swarmtrain.chain.receipt import EARLIER
+
     newest = sorted(day for day in days if day != EARLIER)[-MAX_DAYS:]
     before = sum(days.values()) - sum(days[day] for day in newest)
     named = [f"{day} {days[day]:,}" for day in newest]
