@@ -72,7 +72,8 @@ def test_a_stage_of_true_size_computes_a_microbatch_within_what_was_told(stage: 
     except HardwareError as error:
         pytest.skip(str(error))
     assert found.tokens == 4096
-    assert found.host_bytes < 1.1 * found.way.host_bytes
+    assert found.host_bytes < 1.2 * found.way.host_bytes  # libraries and the allocator keep some that no tensor holds
+    assert found.host_bytes < 16 * 10**9
 
 
 def test_the_peak_is_that_of_a_product() -> None:

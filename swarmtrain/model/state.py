@@ -71,6 +71,7 @@ class StageState:
         if self.layout.has_basis:
             self.basis = self._flat[3].view(manifest.model.hidden_size, manifest.boundary.k)
             self.basis.copy_(first_basis(manifest))
+        self._near_epoch = 0  # of the basis on the device
         self._near_basis = self.basis.to(self.device, copy=True) if self._is_apart and self.basis is not None else None
         factors = self.layout.index("right_factors")
         self.right_factors: Tensor | None = None if factors is None else self._flat[factors]  # PowerSGD's Q
@@ -149,7 +150,8 @@ class StageState:
     def make_versions(self) -> None:
         """After an update: the weights of the steps that compute with this state."""
         manifest, step = self.manifest, self.step
-        self._bring_basis()
+        if self._near_epoch != self.basis_epoch:  # else open microbatches compute with it
+            self._bring_basis()
         if not self.versions:
             self._round_own()
             return
@@ -168,9 +170,10 @@ class StageState:
             self.room.upload(self._own.flat, self.parameters)
 
     def _bring_basis(self) -> None:
-        """To the device; it may have moved."""
+        """To the device: it has moved."""
         if self._near_basis is not None and self.basis is not None:
             self._near_basis.copy_(self.basis)
+        self._near_epoch = self.basis_epoch
 
     def _empty_weights(self) -> Tensor:
         return torch.empty_like(self.parameters, dtype=self.layout.weights_dtype, device=self.device)
