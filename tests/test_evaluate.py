@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs_bf16
 from runs import KINDS, shards, small, train
 
 from swarmtrain.checkpoint import Checkpoint
@@ -31,6 +32,17 @@ def test_it_is_the_trainers_validation_loss_to_the_last_bit(tmp_path: Path, kind
     assert (result.step, result.codec, result.microbatches, result.tokens) == (4, codec, 3, 3 * 2 * 16)
     assert result.perplexity == math.exp(result.loss)
     assert result.bits_per_byte == pytest.approx(result.loss / math.log(2))
+
+
+@needs_bf16()
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "projected"])
+@pytest.mark.parametrize("tie", ["true", "false"])
+def test_a_run_in_bf16_is_evaluated_in_bf16(tmp_path: Path, kind: str, tie: str) -> None:
+    manifest = small(
+        f"boundary.kind={kind}", "boundary.table=signs", f"model.tie_embeddings={tie}", "model.precision=bf16"
+    )
+    last = list(ReferenceTrainer(manifest, out=tmp_path).run())[-1]
+    assert evaluated(train(manifest, tmp_path)).loss == last.val_loss
 
 
 def test_the_codec_matters_exactly_where_it_is_lossy(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import needs_bf16
 from runs import PLAIN_KINDS, shards, small, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -51,6 +52,22 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, kind: str, tie: s
     weights = load_file(out / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == llama_shapes(manifest)
     assert sum(tensor.numel() for tensor in weights.values()) == describe(manifest).num_parameters
+
+
+def test_a_table_of_signs_exports_like_everything_else(tmp_path: Path) -> None:
+    checkpoint = train(small("boundary.table=signs"), tmp_path / "run")
+    assert largest_difference(checkpoint, exported(checkpoint, tmp_path / "out")) < 1e-4
+
+
+@needs_bf16()
+def test_a_run_in_bf16_exports_its_parameters_in_fp32(tmp_path: Path) -> None:
+    """They are what was trained; the stages' logits differ from theirs by rounding only."""
+    checkpoint = train(small("model.precision=bf16"), tmp_path / "run")
+    out = exported(checkpoint, tmp_path / "out")
+    assert 0.0 < largest_difference(checkpoint, out) < 0.1
+    head = load_file(out / "model.safetensors")["lm_head.weight"]
+    assert head.dtype == torch.float32
+    assert not torch.equal(head, head.bfloat16().float())
 
 
 def test_what_was_trained_with_muon_exports_like_everything_else(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import needs_bf16
 from runs import KINDS, shards, small, train
 
 from swarmtrain.data.tokenizer import ByteTokenizer, JsonTokenizer
@@ -66,6 +67,19 @@ def test_cached_scores_are_those_of_the_whole_window(tmp_path: Path, kind: str, 
     forgotten = model.new_caches()  # control: with an emptied cache the scores are others
     model.logits(ids[:, :5], forgotten)
     assert not torch.allclose(model.logits(ids[:, 15:], forgotten)[:, 0], whole[:, 15], atol=1e-2)
+
+
+@needs_bf16()
+def test_cached_scores_in_bf16_are_those_of_the_whole_window_up_to_rounding(tmp_path: Path) -> None:
+    """Keys and values in the cache are bf16 too; kernels for one position round differently."""
+    model = TrainedModel(train(small("model.precision=bf16", "boundary.table=signs"), tmp_path))
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(3))
+    whole = model.logits(ids)  # (2, 16, v)
+    assert whole.dtype == torch.float32
+    caches = model.new_caches()
+    pieces = [model.logits(ids[:, :5], caches)]
+    pieces += [model.logits(ids[:, n : n + 1], caches) for n in range(5, 16)]
+    assert torch.allclose(torch.cat(pieces, dim=1), whole, atol=0.05 * float(whole.abs().max()))
 
 
 def test_a_lossy_codec_is_used_and_never_with_a_cache(tmp_path: Path) -> None:

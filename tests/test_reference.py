@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs_bf16
 from runs import KINDS, shards, small, train
 
 from swarmtrain.boundary import Boundary, sample_names
@@ -80,7 +81,18 @@ def test_reports_count_steps_and_tokens_and_say_where_checkpoints_are(tmp_path: 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("extra", [(), ("model.tie_embeddings=true",), ("optimizer.kind=muon",)])
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path, kind: str, extra: tuple[str, ...]) -> None:
-    manifest = small(f"boundary.kind={kind}", "checkpoint.every=3", "schedule.steps=7", *extra)
+    assert_resumes(tmp_path, f"boundary.kind={kind}", *extra)
+
+
+@needs_bf16()
+@pytest.mark.parametrize("extra", [(), ("optimizer.kind=muon", "schedule.delay=1", "schedule.predict=true")])
+def test_a_resumed_run_in_bf16_ends_in_the_same_bits(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    """What the checkpoint holds are the parameters in fp32: copies alone would not do."""
+    assert_resumes(tmp_path, "model.precision=bf16", "boundary.table=signs", *extra)
+
+
+def assert_resumes(tmp_path: Path, *overrides: str) -> None:
+    manifest = small("checkpoint.every=3", "schedule.steps=7", *overrides)
     stopped = ReferenceTrainer(manifest, out=tmp_path)
     for report in stopped.run():
         if report.step == 5:  # two steps past the checkpoint: they are lost and done again

@@ -11,7 +11,7 @@ from swarmtrain.study.results import from_lines
 from swarmtrain.study.tables import as_csv, as_markdown, rows
 
 DOCS = Path(__file__).parents[2] / "docs"
-TABLES = ("wide", "narrow")
+TABLES = ("wide", "narrow", "precision")
 
 
 @pytest.mark.parametrize("name", TABLES)
