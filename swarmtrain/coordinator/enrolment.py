@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +18,7 @@ from swarmtrain.chain.membership import Membership, revoked
 from swarmtrain.chain.puzzle import is_solved
 from swarmtrain.coordinator.bans import Bans
 from swarmtrain.coordinator.journal import Journal
+from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.coordinator.roll import NO_INVITE, RUNS_OWN, AdmissionRow, InviteRow, why_not
 from swarmtrain.errors import UsageError
 from swarmtrain.observe.events import Events, PeerAdmitted, PeerAsks
@@ -31,6 +33,9 @@ CHALLENGE_S = 600.0  # a challenge is good for this long, and for as long again
 MAX_PENDING = 256  # peers that wait for an operator; the one that asked first is forgotten first
 PENDING_S = 5.0  # after which they ask again
 MAX_INVITES = 10_000
+FULL_S = 2.0  # after which a peer asks again that could not be written down
+
+log = logging.getLogger(__name__)
 
 
 class Mode(StrEnum):
@@ -126,7 +131,11 @@ class Enrolment:
         return Enrolled(retry_after_s=PENDING_S)
 
     def _admit(self, peer_id: str, name: str, kind: Kind, invite: int) -> Enrolled:
-        row = self._journal.admit(peer_id, name, kind, invite)
+        try:
+            row = self._journal.admit(peer_id, name, kind, invite)
+        except JournalError as error:  # as with a full disk; if its files are gone, the coordinator ends by itself
+            log.warning("cannot admit %s: %s", peer_id, error)
+            raise Refusal(Code.NOT_SERVING, "this coordinator cannot write its journal", FULL_S) from error
         self._admissions[peer_id] = row
         self.pending.pop(peer_id, None)
         self._events.emit(PeerAdmitted(peer_id, name, self._invite_name(invite)))

@@ -9,6 +9,7 @@ import pytest
 
 from swarmtrain.chain.neighbours import stage_topic
 from swarmtrain.coordinator.enrolment import AdmissionRules, Mode
+from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.p2p.identity import RunKey
 from swarmtrain.run.invite import Invite, parse_invite
 from swarmtrain.simulated.judge import References
@@ -197,6 +198,24 @@ def test_it_admits_the_same_peer_again_when_the_coordinator_dies_between_journal
     assert row["used"] == 1
     mallory = with_invite(swarm, "mallory", 1, invite)
     swarm.until(lambda: refusal(mallory) == "NotAdmitted", "another one is refused")
+    assert_reference(swarm, references)
+
+
+def test_a_newcomer_waits_while_the_journal_cannot_be_written(simulated: Make, references: References) -> None:
+    swarm = start(simulated, "schedule.steps=30")
+    wait_step(swarm, 1)
+    enrolment = swarm.coordinator.daemon.enrolment
+    admit, failures = enrolment._journal.admit, []
+
+    def fail(*arguments: Any) -> None:
+        failures.append(arguments)
+        raise JournalError("no space left on device")
+
+    enrolment._journal.admit = fail
+    late = swarm.start_peer("late", 1)
+    swarm.until(lambda: len(failures) >= 2, "it asks again")
+    enrolment._journal.admit = admit
+    wait_serving(swarm, late)
     assert_reference(swarm, references)
 
 
