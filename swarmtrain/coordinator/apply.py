@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass
 
 from swarmtrain.coordinator.admission import StateOffer
+from swarmtrain.coordinator.blame import most_common
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.journal import Decision
 from swarmtrain.coordinator.members import Member
@@ -47,7 +48,8 @@ class Applies:
         self._context = context
         self._under_way: set[tuple[str, str]] = set()
         self._without_sum: set[tuple[str, str]] = set()  # paused or draining, without the last decision's sum
-        self._answers: list[dict[str, Applied]] = [{} for _ in context.stages]
+        self._answers: list[dict[str, Applied]] = [{} for _ in context.stages]  # of peers that prepared
+        self._others: list[dict[str, Applied]] = [{} for _ in context.stages]  # of peers that did not
         self._snapshot_at = [float("-inf")] * len(context.stages)
 
     def tell(self, member: Member) -> None:
@@ -75,17 +77,20 @@ class Applies:
 
     def _note(self, member: Member, applied: Applied) -> None:
         context = self._context
-        self._answers[member.stage][member.peer_id] = applied
+        has_vote = not context.prepared or member.key in context.prepared
+        (self._answers if has_vote else self._others)[member.stage][member.peer_id] = applied
+        agreed = {answer.state_digest for answer in self._answers[member.stage].values()}
         now = asyncio.get_running_loop().time()
         context.members.note_step(member.peer_id, applied.step, applied.state_digest, now)
-        context.journal.note_replica(
-            applied.step, member.stage, member.peer_id, member.report.incarnation, applied.state_digest
-        )
+        if applied.state_digest in agreed:  # whoever did not prepare can write nothing else into the journal
+            context.journal.note_replica(
+                applied.step, member.stage, member.peer_id, member.report.incarnation, applied.state_digest
+            )
 
     async def carry_out(self, decision: Decision, prepared: list[PreparedStage], *, checkpoint: bool) -> StepResult:
         """Tell all peers. Returns once a peer of every stage has applied and the others have had APPLY_GRACE_S."""
         context = self._context
-        self._answers = [{} for _ in prepared]
+        self._answers, self._others = [{} for _ in prepared], [{} for _ in prepared]
         self._without_sum.clear()
         snapshot_due = [self._snapshot_due(stage.stage) for stage in prepared]
         keepers: list[list[str]] = [[] for _ in prepared]
@@ -99,13 +104,20 @@ class Applies:
             for member, listener in stage.listeners:
                 context.in_background(self._follow(member, listener, stage, decision))
         await asyncio.wait(tasks, timeout=APPLY_GRACE_S)
-        await context.wait_for(lambda: all(self._answers))
-        answers = [dict(found) for found in self._answers]
+        await context.wait_for(lambda: all(map(self._votes, range(len(prepared)))))
+        answers = [self._votes(stage) for stage in range(len(prepared))]
         digests = tuple([await self._majority(stage, decision.step, found) for stage, found in enumerate(answers)])
         context.journal.flush()
         held = tuple(tuple(peer for peer in kept if peer in answers[stage]) for stage, kept in enumerate(keepers))
         self._enter_next(decision.step + 1, digests, held, snapshot_due)
         return StepResult(decision, digests, held)
+
+    def _votes(self, stage: int) -> dict[str, Applied]:
+        """The answers that say which state a stage has: of peers that prepared; of others if none of those is left."""
+        context, found = self._context, self._answers[stage]
+        there = (context.members.get(peer_id) for peer_id, _ in context.prepared)
+        is_left = any(m is not None and m.stage == stage and m.key in context.prepared for m in there)
+        return dict(found if found or is_left else self._others[stage])
 
     def _enter_next(
         self, step: int, digests: tuple[str, ...], held: tuple[tuple[str, ...], ...], snapshot_due: list[bool]
@@ -202,9 +214,12 @@ class Applies:
         return tuple(member.peer_id for member in last)[:MAX_BASIS_DONORS]
 
     async def _majority(self, stage: int, step: int, answers: dict[str, Applied]) -> str:
-        """The digest that most replicas have. The others count as lost until they have fetched it."""
-        digests = [answer.state_digest for answer in answers.values()]
-        majority = max(sorted(set(digests)), key=digests.count)
+        """The digest that most replicas have; of two, that of those who have done more of the run.
+
+        The others count as lost until they have fetched it.
+        """
+        found = [(peer_id, answer.state_digest) for peer_id, answer in answers.items()]
+        majority = most_common(found, self._context.tally.contributed)
         others = [peer_id for peer_id, answer in answers.items() if answer.state_digest != majority]
         await asyncio.gather(*(self._diverged(peer_id, stage, step) for peer_id in others))
         return majority

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from bisect import bisect_left
 from collections import OrderedDict
@@ -81,6 +82,23 @@ class Member:
         return self.peer_id, self.report.incarnation
 
 
+def may_be_scraped(address: str) -> bool:
+    """Whether a HOST:PORT that a peer states of itself is handed on to the run's Prometheus.
+
+    Not one that is nobody's own: link-local (where clouds keep their metadata), unspecified, multicast, reserved.
+    """
+    if not METRICS_ADDRESS.fullmatch(address):
+        return False
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        is_numeric = not host.strip("0123456789.xXabcdefABCDEF") and host[:1].isdigit() and "." in host
+        return "metadata" not in host.lower() and not is_numeric and not host.isdecimal()
+    mapped = getattr(ip, "ipv4_mapped", None) or ip
+    return not (mapped.is_link_local or mapped.is_unspecified or mapped.is_multicast or mapped.is_reserved)
+
+
 def believable(rates: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Announced rates of the peers of a stage, each at most MAX_RATE_RATIO times the median of the others' ones.
 
@@ -134,7 +152,7 @@ class Members:
             report=report,
             seen_at=now,
             name=beat.name,
-            metrics=beat.metrics if METRICS_ADDRESS.fullmatch(beat.metrics) else "",
+            metrics=beat.metrics if may_be_scraped(beat.metrics) else "",
             spent=beat.spent,
             numeric_class=beat.numeric_class,
             listening_from=former.listening_from if former is not None and is_same and is_waiting else None,

@@ -7,6 +7,7 @@ It is enough for a status page, Prometheus and a health check. A request changes
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ MAX_HEAD_BYTES = 8192  # request line and headers
 MAX_BODY_BYTES = 4096  # of a POST
 HEAD_S = 5.0  # a client that has not sent its request by then is disconnected
 WRITE_S = 10.0  # a client that does not read for so long is disconnected
+LOCAL_NAMES = (".local", ".localhost", ".lan", ".internal", ".home.arpa")
 MAX_CONNECTIONS = 128
 MAX_STREAMS = 64  # of them, event streams
 MAX_FILES = 4  # of them, downloads of files
@@ -127,6 +129,22 @@ def checked_address(text: str, option: str) -> str:
     return text
 
 
+def is_own_name(host: str, listens_on: str) -> bool:
+    """Whether a request's Host names a machine as its own network does: nothing that a foreign page may have made up.
+
+    A page of another site can let its own name point to this address and then read what is served here (DNS rebinding).
+    Its name has a dot and is a public one. An address, a name without a dot and the names of local networks are none.
+    """
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    name = name.removeprefix("[").removesuffix("]").rstrip(".").lower()
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        is_local = "." not in name or name.endswith(LOCAL_NAMES)
+        return is_local or name in (listens_on.lower(), socket.gethostname().lower())
+    return True
+
+
 def show_address(host: str, port: int) -> str:
     """`HOST:PORT`, IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -215,7 +233,11 @@ class HttpServer:
             await self._send(writer, _plain(wrong), whole=True)
             return
         whole = match[1] == b"GET"
-        answer = self._answer(_request(match[2].decode("ascii"), head))
+        request = _request(match[2].decode("ascii"), head)
+        if not is_own_name(request.headers.get("host", ""), self.host):
+            await self._send(writer, _plain(HTTPStatus.MISDIRECTED_REQUEST), whole=True)
+            return
+        answer = self._answer(request)
         if isinstance(answer, Response):
             await self._send(writer, answer, whole=whole)
         elif isinstance(answer, FileBody):

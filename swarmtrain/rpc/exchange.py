@@ -157,6 +157,7 @@ class Callee:
             discard=refusal is not None,
             expires_at=call.deadline + self._link.options.stall_grace_s,
         )
+        call.inbound.marked_at = now
         self._calls[call_id] = call
         if refusal is not None:
             call.close()
@@ -243,8 +244,14 @@ class Callee:
 
     def check_stalled(self, now: float) -> None:
         """Raise ProtocolViolation if a request was begun and never finished."""
+        options = self._link.options
         for call in self._calls.values():
-            if call.inbound is not None and now > call.inbound.expires_at:
+            if call.inbound is None:
+                continue
+            if call.inbound.is_half_open(now, options.half_open_s, options.half_open_bytes):
+                detail = f"call {call.call_id}: of {call.inbound.kind} next to nothing has come for "
+                raise ProtocolViolation(Violation.STALLED, f"{detail}{options.half_open_s:g} s")
+            if now > call.inbound.expires_at:
                 raise ProtocolViolation(Violation.STALLED, f"call {call.call_id}: {call.inbound.kind} never ended")
 
     def link_lost(self) -> None:

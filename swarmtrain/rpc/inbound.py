@@ -50,6 +50,8 @@ class InboundMessage:
         "granted",
         "is_receiving",
         "kind",
+        "marked_at",
+        "marked_position",
         "num_bytes",
         "position",
         "reservation",
@@ -71,6 +73,8 @@ class InboundMessage:
         self.is_receiving = False  # a chunk is being received into `body`, which therefore must not be replaced
         self.discarded = False
         self.takes_window = not self.is_small  # until its first bytes have been credited back
+        self.marked_at = 0.0  # when it had last made progress, in time of the loop
+        self.marked_position = 0
         self.first_at = 0.0
         self.first_bytes = 0
 
@@ -83,6 +87,12 @@ class InboundMessage:
     def window_bytes(self) -> int:
         """How many of its bytes may arrive before it is admitted."""
         return min(self.num_bytes, CALL_WINDOW_BYTES)
+
+    def is_half_open(self, now: float, limit_s: float, least_bytes: int) -> bool:
+        """Whether its sender could send and has not sent `least_bytes` for `limit_s`. Its deadline is no excuse."""
+        if self.position >= self.granted or self.position >= self.marked_position + least_bytes:
+            self.marked_at, self.marked_position = now, self.position
+        return now - self.marked_at > limit_s
 
     def grow(self) -> None:
         """Allocate the whole body, once the message is admitted."""

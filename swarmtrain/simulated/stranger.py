@@ -147,13 +147,13 @@ class Stranger:
         """A call that nobody waits for; what became of it is added to `outcomes`."""
         self.process.spawn(self._call(target, message, deadline_s, self.outcomes), f"{self.name} tells")
 
-    def stream_to(self, target: Life | str, *, says_hello: bool = True) -> ByteStream:
+    def stream_to(self, target: Life | str, receiver: Deaf | None = None, *, says_hello: bool = True) -> ByteStream:
         """A stream of bytes, which the stranger writes itself; what comes back is dropped."""
         found: list[ByteStream] = []
 
         async def work() -> None:
             stream = await self.host.open(self._learn(target), timeout_s=10.0)
-            stream.start(Deaf())
+            stream.start(receiver or Deaf())
             if says_hello:
                 stream.write(pack_hello(self.membership.proof(stream.peer_id), "a stranger"))
             found.append(stream)

@@ -116,3 +116,20 @@ def test_a_plan_goes_to_the_stage_before_the_lowest_gap() -> None:
     plan = books.replay_plan(0)
     assert plan is not None
     assert (plan.lowest_missing_stage, plan.holder, plan.hints) == (1, hop(0, 0), ())
+
+
+def test_the_loss_of_a_route_that_does_not_count_is_not_written_and_asked_for_again() -> None:
+    books = StepBooks(NUM_STAGES, 1)
+    books.record(0, 99.0, route(0, 0, 0)[:2], num_hops=NUM_STAGES)
+    books.record(0, 99.0, route(1, 1, 1)[2:], num_hops=NUM_STAGES)
+    assert books.is_answered
+    assert books.losses == {}
+    assert not any(books.balances(stage) for stage in range(NUM_STAGES))
+    plan = books.replay_plan(0)
+    assert plan is not None
+    assert plan.holder is None, "it is leased again"
+    assert [item.stage for item in plan.hints] == [0, 1, 2]
+    books.record(0, 1.0, route(0, 0, 1), num_hops=NUM_STAGES)
+    assert books.losses == {0: 1.0}
+    assert books.balances(0)
+    assert books.replay_plan(0) is None

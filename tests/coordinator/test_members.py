@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmtrain.coordinator.members import MAX_EXCLUDED, SILENT_S, Members
+from swarmtrain.coordinator.members import MAX_EXCLUDED, SILENT_S, Members, may_be_scraped
 from swarmtrain.reduce.partition import owned_elements
 from swarmtrain.route.views import MIN_RATE
 from swarmtrain.wire.messages import Heartbeat, Hop
@@ -171,3 +171,24 @@ def test_every_peer_is_in_one_place_at_a_time(beats: list[tuple[int, int, str]])
     for stage in range(3):
         found = members.of_stage(stage, "serving")
         assert [m.peer_id for m in found] == sorted(p for p, place in last.items() if place == (stage, "serving"))
+
+
+@pytest.mark.parametrize(
+    ("address", "may"),
+    [
+        ("10.1.2.3:9100", True),
+        ("703ad9c389bf:8080", True),
+        ("attic.local:8080", True),
+        ("127.0.0.1:9100", True),
+        ("169.254.169.254:80", False),
+        ("[::ffff:169.254.169.254]:80", False),
+        ("[fe80::1]:80", False),
+        ("0.0.0.0:80", False),
+        ("2852039166:80", False),
+        ("0xa9.0xfe.0xa9.0xfe:80", False),
+        ("metadata.google.internal:80", False),
+        ("host:80/path", False),
+    ],
+)
+def test_addresses_that_are_nobodys_own_are_not_handed_on_to_prometheus(address: str, *, may: bool) -> None:
+    assert may_be_scraped(address) is may

@@ -20,6 +20,7 @@ from swarmtrain.observe.http import (
     Response,
     as_json,
     checked_address,
+    is_own_name,
     parse_address,
     same_port_as_before,
 )
@@ -250,3 +251,30 @@ def test_a_server_with_actions_answers_small_posts_and_nothing_else(
     answer = asyncio.run(main())
     assert answer.split()[1] == status
     assert not body or answer.endswith(b"\r\n\r\n" + body)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [
+        ("", True),
+        ("127.0.0.1:8080", True),
+        ("[::1]:8080", True),
+        ("192.168.1.7", True),
+        ("localhost:8080", True),
+        ("coordinator:8080", True),
+        ("attic.local:8080", True),
+        ("page.example.com:8080", True),
+        ("rebound.example.com:8080", False),
+        ("127.0.0.1.example.com", False),
+        ("local.example.com.", False),
+    ],
+)
+def test_a_page_of_another_site_cannot_read_what_is_served_through_its_own_name(host: str, *, is_own: bool) -> None:
+    assert is_own_name(host, "page.example.com") is is_own
+
+    async def use(server: HttpServer) -> None:
+        answer = await ask(server, f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert (b" 200 " in answer[:20]) is (is_own and "example" not in host)
+        assert is_own or (b" 421 " in answer[:20] and b"hello" not in answer)
+
+    serving(use)

@@ -26,6 +26,7 @@ from swarmtrain.wire.errors import (
     WrongType,
     WrongVersion,
 )
+from swarmtrain.wire.messages import Done, Prepared
 from swarmtrain.wire.schema import (
     PROTOCOL_VERSION,
     Blob,
@@ -453,3 +454,17 @@ def test_a_message_with_blobs_has_no_form_without_header() -> None:
 
     with pytest.raises(TypeError):
         pack_fields(Blobs(b"x"))
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, -2.0, 1e39])
+def test_a_loss_that_is_no_loss_is_not_decoded(loss: float) -> None:
+    with pytest.raises(OutOfRange):
+        encode(Done(loss, (), 0.0, 0.0, 0.0, b""))
+
+
+@pytest.mark.parametrize("norm", [-1.0, -math.inf, 1e101])
+def test_a_squared_norm_is_not_negative(norm: float) -> None:
+    with pytest.raises(OutOfRange):
+        encode(Prepared(norm, "x"))
+    encode(Prepared(math.nan, "x"))  # training may diverge
+    encode(Prepared(math.inf, "x"))
