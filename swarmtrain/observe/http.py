@@ -247,6 +247,8 @@ class HttpServer:
 
     async def _act(self, target: str, head: bytes, reader: asyncio.StreamReader) -> Response:
         request = _request(target, head)
+        if not is_own_name(request.headers.get("host", ""), self.host):
+            return _plain(HTTPStatus.MISDIRECTED_REQUEST)
         action = self._actions.get(request.path)
         if action is None:
             return _plain(HTTPStatus.METHOD_NOT_ALLOWED if request.path in self._routes else HTTPStatus.NOT_FOUND)

@@ -8,7 +8,6 @@ What becomes of them is counted where they arrive.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
 import types
 import typing
@@ -42,11 +41,6 @@ MAX_TEXT = 48
 MAX_BYTES = 512
 
 
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls, include_extras=True)
-
-
 class Fuzzer:
     """Sends frames from `stranger` to all daemons of a swarm in turn."""
 
@@ -56,6 +50,7 @@ class Fuzzer:
         self._streams: dict[str, tuple[ByteStream, Deaf, int]] = {}
         self._kinds = list(MESSAGES)
         self._run_id = stranger.run_id
+        self._hints: dict[Any, dict[str, Any]] = {}
         self.num_sent = 0
         self._before = self._counted()
 
@@ -139,7 +134,9 @@ class Fuzzer:
 
     def message(self, cls: type[Any]) -> Any:
         """One message, or one record within a message."""
-        hints = _hints(cls)
+        hints = self._hints.get(cls)
+        if hints is None:
+            hints = self._hints[cls] = typing.get_type_hints(cls, include_extras=True)
         return cls(**{field.name: self._value(hints[field.name], field.name) for field in dataclasses.fields(cls)})
 
     def _value(self, hint: Any, name: str) -> Any:

@@ -231,6 +231,7 @@ async def _broken_action(request: Request) -> Response:
         (b"POST /echo HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"411", b""),
         (b"POST /echo HTTP/1.1\r\nContent-Length: 4097\r\n\r\n", b"413", b""),
         (b"POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"405", b""),
+        (b"POST /echo HTTP/1.1\r\nHost: rebound.example.com\r\nContent-Length: 3\r\n\r\nabc", b"421", b""),
         (b"POST /nothing HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"404", b""),
         (b"GET /echo HTTP/1.1\r\n\r\n", b"404", b""),
         (b"POST /broken HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"500", b""),
