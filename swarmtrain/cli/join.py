@@ -104,10 +104,10 @@ def join(
         bool, typer.Option("--yield-gpu", help="Pause while another process computes or draws on the GPU.")
     ] = False,
     max_gpu_temperature: Annotated[
-        float | None, number(30, 120, help="Pause above so many degrees Celsius, until it is five degrees cooler.")
+        float | None, number(1, 120, help="Pause above so many degrees Celsius, until it is five degrees cooler.")
     ] = None,
     max_gpu_power: Annotated[
-        float | None, number(10, 5000, help="Pause when the GPU draws more watts than this, for a minute or longer.")
+        float | None, number(1, 5000, help="Pause when the GPU draws more watts than this, for a minute or longer.")
     ] = None,
     max_traffic: Annotated[
         str,

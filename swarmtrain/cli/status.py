@@ -63,7 +63,12 @@ def resume(state_dir: StateDir = None) -> None:
 
 def page(
     state_dir: StateDir = None,
-    show: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser, if this is a terminal.")] = True,
+    show: Annotated[
+        bool,
+        typer.Option(
+            "--open/--no-open", envvar="SWARMTRAIN_PAGE_OPEN", help="Open it in a browser, if this is a terminal."
+        ),
+    ] = True,
 ) -> None:
     """Print the address of this machine's peer's own page: what it does and why, what it gave, its limits to change."""
     import sys

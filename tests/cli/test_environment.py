@@ -84,7 +84,8 @@ def test_every_option_is_read_from_its_variable(path: tuple[str, ...]) -> None:
     for option in mine:
         given = [item for item in needed if not item.startswith(f"--{option.name}=")]
         name = variable(path, option)
-        assert "ENVIRONMENT" in {source_of(option.name, path, given, {name: value}) for value in VALUES}, name
+        values = ("off",) if (path, option.name) == (("join",), "profile") else VALUES  # a file that is read must exist
+        assert "ENVIRONMENT" in {source_of(option.name, path, given, {name: value}) for value in values}, name
 
 
 @pytest.mark.parametrize("path", [path for path, _ in verbs()], ids=" ".join)
