@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 
 from swarmtrain.codec import DEFAULT_LIMITS, Direction, Encoded, MessageContext, Ticket, decode
+from swarmtrain.codec.errors import NonFiniteTensor
 from swarmtrain.codec.policy import SendEstimate, is_critical
 from swarmtrain.model.activations import activations
 from swarmtrain.model.layout import plan_stages
 from swarmtrain.model.sizes import id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
+from swarmtrain.model.workload import workload_of
 from swarmtrain.peer import codecs as codecs_module
 from swarmtrain.peer.codecs import SAMPLE_EVERY, BadTensor, CodecTimes, Fidelity
+from swarmtrain.peer.compute import Kind
 from swarmtrain.peer.jobs import StageJobs, StaleWork
 from swarmtrain.peer.ledger import Entry
+from swarmtrain.peer.stage import Stage
 from swarmtrain.reduce.coding import Reduced
 from swarmtrain.run.manifest import Manifest, parse_manifest
 from swarmtrain.run.presets import preset
@@ -69,6 +76,46 @@ def test_recomputing_a_stage_gives_the_same_bits_as_keeping_its_graph(manifest: 
     run_chain(recomputing, jobs_of(manifest, 1), manifest, [0, 1, 2])
     assert (keeping.num_recomputed, recomputing.num_recomputed) == (0, 2)  # a budget of nothing still keeps one
     assert torch.equal(keeping.worker.sum.total, recomputing.worker.sum.total)
+
+
+def test_operations_are_counted_once_for_each_microbatch(manifest: Manifest) -> None:
+    """What is computed again is left out; the share of the peak is of the time that jobs took."""
+    times = SimpleNamespace(total_s={Kind.FORWARD: 0.0, Kind.BACKWARD: 0.0})
+    compute = Mock(times=times)
+    recomputing, last = jobs_of(manifest, 0, budget=1), jobs_of(manifest, 1)
+    stage = Stage(manifest, compute, compute, recomputing)
+    assert stage.computed_tflop == 0.0
+    run_chain(recomputing, last, manifest, [0, 1, 2])
+    assert recomputing.num_recomputed == 2
+    assert stage.computed_tflop == pytest.approx(3 * workload_of(manifest).stages[0].tflop)
+    assert Stage(manifest, compute, compute, last).computed_tflop == pytest.approx(
+        3 * workload_of(manifest).stages[1].tflop
+    )
+    assert stage.flops_utilisation == 0.0, "without a peak, and without a job, nothing is said"
+    stage.peak_tflops = 2.0
+    times.total_s[Kind.FORWARD] = 1.5
+    assert stage.flops_utilisation == pytest.approx(stage.computed_tflop / 1.5 / 2.0)
+
+
+def test_a_message_that_cannot_be_encoded_leaves_nothing_in_the_sum(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = jobs_of(manifest, 1)
+    entry = Entry(0, 0, tokens(manifest, 0), b"")
+    payload = jobs_of(manifest, 0).forward(entry, 0).payload
+    added: list[bool] = []
+
+    def fails(*_: object) -> None:
+        added.append(bool(jobs.worker.sum_of(0).total.any()))
+        raise NonFiniteTensor("not finite")
+
+    monkeypatch.setattr(jobs.codecs, "encode_gradient", fails)
+    last = Entry(0, 0, entry.tokens, payload)
+    with pytest.raises(NonFiniteTensor):
+        jobs.forward(last, 0)
+    assert added == [True], "it was in the sum by then"
+    assert not jobs.worker.sum_of(0).total.any()
+    assert not last.accumulated
 
 
 def test_where_no_whole_graph_fits_the_inputs_of_layers_are_kept(manifest: Manifest) -> None:
