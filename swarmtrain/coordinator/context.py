@@ -65,6 +65,8 @@ class CheckCounts:
     unanswered: int = 0
     without_checker: int = 0  # no other peer of the stage computes the same bits
     excluded: int = 0  # peers
+    added_again: int = 0  # sums, by other owners
+    disowned: int = 0  # peers whose sums differed from those of others
     begun_anew: int = 0  # microbatches
 
 
@@ -98,6 +100,7 @@ class RunContext:
     rounds: Rounds = field(default_factory=Rounds)
     checks: CheckCounts = field(default_factory=CheckCounts)
     strikes: Strikes = field(default_factory=Strikes)
+    disowned: dict[str, None] = field(default_factory=dict)  # peers that own no part of any sum
     _missed: dict[str, float] = field(default_factory=dict)  # peer: when
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from swarmtrain.coordinator.journal_files import JournalError
 from swarmtrain.coordinator.moves import Moves
 from swarmtrain.coordinator.observing import RunObserver
 from swarmtrain.coordinator.operator import Operator
+from swarmtrain.coordinator.owners import KEY as DISOWNED
 from swarmtrain.coordinator.receipts import Receipts
 from swarmtrain.coordinator.rounds import KEY as ROUNDS
 from swarmtrain.coordinator.rounds import Rounds
@@ -279,6 +281,7 @@ class CoordinatorDaemon:
             stages=[StageBook() for _ in range(manifest.stages.count)],
             faults=self.options.faults,
             rounds=Rounds(partial(self.journal.set, ROUNDS), self.journal.get(ROUNDS)),
+            disowned=dict.fromkeys(json.loads(self.journal.get(DISOWNED) or "[]")),
         )
         self.checkpoints = Checkpoints(
             self.context, self.options.state_dir / "checkpoints", data_digest=self._sampler.data_digest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -56,6 +56,7 @@ class PreparedStage:
     answered_at: float  # on the loop's clock
     basis: str = ""  # on the last stage: the digest of the basis to which the subspace moves
     parts: Mapping[tuple[str, str], str] = field(default_factory=dict)  # the digest of each peer's own part of the sum
+    ranges: tuple[bytes, ...] = ()  # what its members say that each range's sum is
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,13 @@ class Preparer:
         tied = tuple(stage for stage in stages if self._layouts[stage].num_fused)
         return [*([tied] if tied else []), *((stage,) for stage in stages if stage not in tied)]
 
-    async def prepare(self, step: int, group: tuple[int, ...], books: StepBooks) -> list[PreparedStage]:
-        """Prepare the stages of a group, in as many attempts as it takes, leaving out peers that make attempts fail."""
+    async def prepare(
+        self, step: int, group: tuple[int, ...], books: StepBooks, *, turn: int = 0
+    ) -> list[PreparedStage]:
+        """Prepare the stages of a group, in as many attempts as it takes, leaving out peers that make attempts fail.
+
+        With `turn`, each owner has what another one, so many places before it, has without.
+        """
         context, blame, num_failed = self._context, Blame(self._known(group)), 0
         loop = asyncio.get_running_loop()
         compressed = self._compression.choose()
@@ -99,7 +105,7 @@ class Preparer:
                 continue
             self._attempts += 1
             started = loop.time()
-            requests = self._requests(step, self._attempts, sides, compressed)
+            requests = self._requests(step, self._attempts, sides, compressed, turn)
             listeners = [self._tell_listeners(side, requests[side.stage]) for side in sides]
             asked = [(member, requests[side.stage]) for side in sides for member in side.members]
             answers = await self._ask_all(asked, self._pace(sides))
@@ -121,6 +127,7 @@ class Preparer:
                         answered_at=loop.time(),
                         basis=good.basis,
                         parts=_parts(side.members, answers[where]),
+                        ranges=tuple(item.ranges for item in answers[where] if isinstance(item, Prepared)),
                     )
                     for side, good, heard, where in zip(sides, found, listeners, _slices(sides), strict=True)
                     if good is not None
@@ -173,7 +180,9 @@ class Preparer:
             if member.peer_id in named
         )
 
-    def _requests(self, step: int, attempt: int, sides: list[_Side], compressed: frozenset[int]) -> dict[int, Prepare]:
+    def _requests(
+        self, step: int, attempt: int, sides: list[_Side], compressed: frozenset[int], turn: int
+    ) -> dict[int, Prepare]:
         """The request to each stage of a group."""
         num_fused = self._layouts[sides[0].stage].num_fused
         fused = self._roster(sides, step, num_fused) if num_fused else ()
@@ -185,7 +194,10 @@ class Preparer:
                 step=step,
                 attempt=attempt,
                 roster=self._roster(
-                    [side], step, stage_elements(self._layouts[side.stage], compress=side.stage in compressed)
+                    [side],
+                    step,
+                    stage_elements(self._layouts[side.stage], compress=side.stage in compressed),
+                    turn,
                 ),
                 fused=fused,
                 compress=side.stage in compressed,
@@ -200,15 +212,19 @@ class Preparer:
         weights = [1e-12 if new and not all(is_new) else 1.0 for new in is_new]
         return [(rate * weight, rate * weight) for rate, weight in zip(rates, weights, strict=True)]
 
-    def _roster(self, sides: list[_Side], step: int, size: int) -> tuple[RosterEntry, ...]:
+    def _roster(self, sides: list[_Side], step: int, size: int, turn: int = 0) -> tuple[RosterEntry, ...]:
         """The roster that all-reduces `size` elements: all members of these stages, and newcomers as listeners."""
         members = [(member, side.shares) for side in sides for member in side.members]
         listeners = [(member, side.shares) for side in sides for member in self._listeners(side, step)]
         places = arrange(size, self._rates([member for member, _ in members]))
+        places = _turned(places, turn, {i for i, (member, _) in enumerate(members) if self._may_not_own(member)})
         count = num_groups(len(members))
         places += [Place(len(members) + index, index % count, 0) for index in range(len(listeners))]
         everybody = [*members, *listeners]
         return tuple(_entry(*everybody[place.member], place) for place in places)
+
+    def _may_not_own(self, member: Member) -> bool:
+        return member.peer_id in self._context.disowned
 
     def _pace(self, sides: list[_Side]) -> Pace:
         """What one member should receive in this attempt, and how fast. Of a group: the least, and the slowest."""
@@ -401,6 +417,26 @@ def _slices(sides: list[_Side]) -> list[slice]:
     """Where the answers of each side lie among all answers."""
     ends = list(accumulate(len(side.members) for side in sides))
     return [slice(end - len(side.members), end) for side, end in zip(sides, ends, strict=True)]
+
+
+def _turned(places: Sequence[Place], turn: int, without: Collection[int]) -> list[Place]:
+    """The same places, with what is owned given to members that are `turn` further, and nothing to those of `without`.
+
+    Only in one group: several own alike, range by range.
+    """
+    may_own = [index for index, place in enumerate(places) if place.owned and place.member not in without]
+    may_own = may_own or [index for index, place in enumerate(places) if place.member not in without]
+    if (not turn and not without) or any(place.group for place in places) or not may_own:
+        return list(places)
+    sizes = [place.owned for place in places if place.owned]
+    if len(may_own) < len(sizes):
+        sizes = [*sizes[: len(may_own) - 1], sum(sizes[len(may_own) - 1 :])]
+    owned = dict(zip(may_own, sizes, strict=False))
+    kept = [replace(place, owned=owned.get(index, 0)) for index, place in enumerate(places)]
+    names = [kept[index].member for index in owned]
+    for position, index in enumerate(owned):
+        kept[index] = replace(kept[index], member=names[(position - turn) % len(names)])
+    return kept
 
 
 def _parts(members: Sequence[Member], answers: Sequence[Reply]) -> dict[tuple[str, str], str]:

@@ -11,6 +11,7 @@ from swarmtrain.coordinator.checks import Checks
 from swarmtrain.coordinator.context import RunContext
 from swarmtrain.coordinator.journal import Decision
 from swarmtrain.coordinator.lease import Leases
+from swarmtrain.coordinator.owners import Owners
 from swarmtrain.coordinator.prepare import PreparedStage, Preparer
 from swarmtrain.observe.events import StepTimed
 from swarmtrain.observe.faults import Point
@@ -26,6 +27,7 @@ class StepDriver:
         self.seconds = 0.0  # what the last step took, as the journal has it: with the apply of the one before
         self._apply_s = 0.0
         self._preparer, self._checks = Preparer(context), Checks(context)
+        self._owners = Owners(context, self._preparer)
 
     async def step(self, *, checkpoint: bool) -> StepResult:
         """Await the leases of the run's step; reduce, decide, apply. With `checkpoint`, a peer of each stage keeps a
@@ -70,8 +72,22 @@ class StepDriver:
                 await looking
             finally:
                 looking.cancel()
-            if await self._checks.passed(step, books, prepared):
+            if not await self._checks.passed(step, books, prepared):
+                continue
+            if not self._checks.is_on:
                 return prepared
+            if (confirmed := await self._confirmed(step, books, prepared)) is not None:
+                return confirmed
+
+    async def _confirmed(
+        self, step: int, books: StepBooks, prepared: list[PreparedStage]
+    ) -> list[PreparedStage] | None:
+        async with asyncio.TaskGroup() as tasks:
+            repairing = tasks.create_task(self.leases.repair(step, books))
+            try:
+                return await self._owners.confirmed(step, books, prepared)
+            finally:
+                repairing.cancel()
 
     async def _prepared(self, step: int, books: StepBooks) -> list[PreparedStage]:
         """The reduced sums of all stages, each held by a peer that is there now.

@@ -314,6 +314,23 @@ class PeerDiverged(Event):
 
 
 @dataclass(frozen=True)
+class OwnerDisowned(Event):
+    """A peer's sum of what it owned differs from what two others have added up: it owns nothing from now on."""
+
+    step: int
+    stage: int
+    peer: str
+    peer_name: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        return (
+            f"step {self.step}: the sum of {called(self.peer, self.peer_name)} of stage {self.stage} differs from what "
+            "two others have added up; it adds up nothing from now on"
+        )
+
+
+@dataclass(frozen=True)
 class WorkBegunAnew(Event):
     """What was computed of some microbatches does not count, on any stage: they are begun anew."""
 

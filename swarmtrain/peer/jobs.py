@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swarmtrain.chain.seals import digest_of
 from swarmtrain.chain.state_transfer import StateSource
 from swarmtrain.codec import Aux, Direction, Ticket
 from swarmtrain.codec.samples import SampleStore
@@ -58,6 +59,12 @@ class Made:
 def share_digest(total: Tensor) -> str:
     """Names a peer's own part of a step's sum: exact sums of the same microbatches have the same bits."""
     return hashlib.sha256(as_bytes(total.to("cpu"))).hexdigest()
+
+
+def range_digests(reduced: Tensor, sizes: Sequence[int]) -> bytes:
+    """Of ranges of a reduced sum, one after the other."""
+    parts = torch.split(reduced.detach(), list(sizes))
+    return b"".join(digest_of(as_bytes(part)) for part in parts)
 
 
 class StageJobs:

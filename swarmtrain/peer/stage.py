@@ -13,7 +13,7 @@ state itself goes on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -33,7 +33,7 @@ from swarmtrain.model.workload import BACKWARD_FACTOR, workload_of
 from swarmtrain.observe.split import TimeSplit
 from swarmtrain.peer.codecs import StageCodecs
 from swarmtrain.peer.compute import ComputeThread, ComputeTimes, DeviceWatch, Key, Kind, Timed
-from swarmtrain.peer.jobs import Made, Outcome, StageJobs, share_digest
+from swarmtrain.peer.jobs import Made, Outcome, StageJobs, range_digests, share_digest
 from swarmtrain.peer.ledger import Entry, Ledger, Raw
 from swarmtrain.reduce.coding import FactorRound, Reduced, StageCoder
 from swarmtrain.run.manifest import Manifest
@@ -205,6 +205,10 @@ class Stage:
         """See `StageJobs.reconciled_share`."""
         entries, discarded = list(ledger), list(ledger.discarded)
         return await self._between_passes(lambda: self.jobs.reconciled_share(entries, wanted, ledger.step, discarded))
+
+    async def range_digests(self, reduced: Tensor, sizes: Sequence[int]) -> bytes:
+        """See `range_digests`."""
+        return await self._step_work(lambda: range_digests(reduced, sizes))
 
     async def share_digest(self, share: Tensor) -> str:
         """See `share_digest`."""

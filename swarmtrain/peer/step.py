@@ -180,10 +180,20 @@ class StepProtocol:
         except AllReduceFailed as error:
             log.info("the all-reduce of step %d failed: %s", prepare.step, error)
             return Unprepared(b"", error.suspects, str(error)[:1000], error.refused_by[:16])
+        ranges = await self._ranges(attempt, reduced.gradient)
         squared_norm, digest = await stage.finish(reduced.gradient)
         self._ready[prepare.step] = Ready(reduced, digest, frozenset(wanted))
         basis = await self.bases.propose(prepare.step, reduced.gradient)
-        return Prepared(squared_norm, digest, basis, share=await sealing)
+        return Prepared(squared_norm, digest, basis, share=await sealing, ranges=ranges)
+
+    async def _ranges(self, attempt: Attempt, reduced: Tensor) -> bytes:
+        """The digests of what each owner has added up, where its sum came as it is and from it alone."""
+        prepare = attempt.prepare
+        owned = [entry.owned for entry in prepare.roster if entry.owned]
+        is_plain = not prepare.fused and not prepare.compress and not any(entry.group for entry in prepare.roster)
+        if not self._clock.manifest.checks.share or not is_plain:
+            return b""
+        return await self._stage.range_digests(reduced, owned)
 
     def _sealed(self, share: Tensor | None) -> asyncio.Future[str]:
         """The digest of this peer's own part of the sum, made while it is added to the others'."""

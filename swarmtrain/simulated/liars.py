@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from swarmtrain.codec import Direction, MessageContext, decode
+from swarmtrain.reduce.shares import ExactShares
+from swarmtrain.reduce.totals import Buffer, Total
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 from swarmtrain.wire.messages import FetchSeals
 
@@ -94,6 +97,20 @@ def start_with(swarm: SimulatedSwarm, stages: list[int], liars: dict[str, Callab
         begin(swarm.lives[name])
     swarm.run_for(5.0)  # heartbeats
     swarm.start_peer("last", stages[-1])
+
+
+def lie_as_owner(life: Life, change: Change) -> None:
+    """What it adds up for others comes to something else, and the same for all of them."""
+
+    class Changed(ExactShares):
+        def answer(self, total: Total, start: int) -> Buffer:
+            """See ShareFormat."""
+            view: memoryview = change(torch.from_numpy(total.rounded())).numpy().astype("<f4").view(np.uint8).data
+            return view
+
+    coder = _jobs(life).coder
+    honest = coder.sliced
+    coder.sliced = lambda *, compress: (Changed(), honest(compress=compress)[1])
 
 
 def send_other_than_sealed(life: Life, change: Change) -> None:

@@ -383,6 +383,7 @@ class Prepared(Message):
     digest: Digest
     basis: Digest = ""  # from the last stage, when the subspace moves at this step: of the new basis
     share: Digest = ""  # of this peer's own part of the sum, before it knows whether that is checked
+    ranges: Annotated[bytes, MaxLength(16 * 64)] = b""  # where there is one owner for each range: digests of their sums
 
 
 @message(kind="unprepared", priority=Priority.CONTROL)

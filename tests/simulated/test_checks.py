@@ -12,6 +12,7 @@ from swarmtrain.simulated.judge import References, judge
 from swarmtrain.simulated.liars import (
     accuse,
     changes,
+    lie_as_owner,
     lie_backward,
     lie_forward,
     lie_in_sum,
@@ -77,7 +78,8 @@ def test_nobody_is_excluded_where_nobody_lies(simulated: Make, references: Refer
     assert_reference(swarm, references)
     counts = swarm.coordinator.daemon.context.checks
     assert counts.done > 0
-    assert counts.mismatched == counts.unanswered == counts.excluded == counts.begun_anew == 0
+    assert counts.added_again > 0
+    assert counts.mismatched == counts.unanswered == counts.excluded == counts.begun_anew == counts.disowned == 0
 
 
 def test_without_checks_a_liar_spoils_the_weights(simulated: Make, references: References) -> None:
@@ -126,6 +128,26 @@ def test_a_peer_that_says_it_received_something_else_has_no_signature_to_show(
     start_with(swarm, STAGES, {"peer3": seal_other_than_received})
     assert_found(swarm, "peer3", references)
     assert "nobody has signed" in excluded(swarm)[0].reason
+
+
+def test_an_owner_that_adds_up_wrongly_owns_nothing_any_more(simulated: Make, references: References) -> None:
+    swarm = simulated(checked())
+    start_with(swarm, STAGES, {"peer4": partial(lie_as_owner, change=changes()["scaled"])})
+    assert_reference(swarm, references)
+    (found,) = said(swarm, "owner_disowned")
+    assert found.peer_name == "peer4"  # type: ignore[attr-defined]
+    assert not excluded(swarm), "its share could have been changed by who sent it"
+
+
+def test_who_owns_nothing_any_more_is_in_the_journal(simulated: Make, references: References) -> None:
+    swarm = simulated(checked("schedule.steps=6"))
+    start_with(swarm, STAGES, {"peer4": partial(lie_as_owner, change=changes()["scaled"])})
+    wait_step(swarm, 2)
+    swarm.coordinator.kill()
+    swarm.start_coordinator(wait=False)
+    assert_reference(swarm, references)
+    assert len(said(swarm, "owner_disowned")) == 1
+    assert len(swarm.coordinator.daemon.context.disowned) == 1
 
 
 def test_of_two_peers_of_a_stage_nobody_is_excluded(simulated: Make, references: References) -> None:
