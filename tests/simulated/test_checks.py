@@ -23,7 +23,7 @@ from swarmtrain.simulated.liars import (
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 
 from .conftest import Make
-from .scenes import assert_reference, every_third, said, tiny, wait_step
+from .scenes import assert_reference, repetition, said, tiny, wait_step
 
 STAGES = [0, 0, 0, 1, 1, 1, 2, 2]  # and one more of stage 2
 LIAR_OF = {0: "peer0", 1: "peer3", 2: "peer6"}
@@ -34,10 +34,12 @@ ATTACKS = [
     for way in ("forward", "backward")
     if (way, stage) not in (("forward", 2), ("backward", 0))
 ]
+# A few in the ordinary suite, all with --long.
+SHOWN = [case if index % 6 == 0 else repetition(case) for index, case in enumerate(ATTACKS)]
 
 
 def checked(*overrides: str) -> Manifest:
-    return tiny("checks.share=1", *overrides)
+    return tiny("checks.share=1", "schedule.steps=3", *overrides)
 
 
 def excluded(swarm: SimulatedSwarm) -> list[PeerExcluded]:
@@ -51,7 +53,7 @@ def assert_found(swarm: SimulatedSwarm, name: str, references: References) -> No
     assert [event.peer_name for event in found] == [name]
 
 
-@pytest.mark.parametrize(("name", "way", "stage"), every_third(ATTACKS))
+@pytest.mark.parametrize(("name", "way", "stage"), SHOWN)
 def test_a_peer_that_sends_other_tensors_is_excluded_before_its_step_is_applied(
     simulated: Make, references: References, name: str, way: str, stage: int
 ) -> None:
