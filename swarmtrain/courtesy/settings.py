@@ -85,7 +85,7 @@ def read_settings(state_dir: Path) -> Settings:
         if not isinstance(found, dict):
             raise UsageError("it is no object")
         return Settings.checked(found)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError, UsageError) as error:
         log.warning("%s is not used: %s", path, error)

@@ -135,7 +135,7 @@ def _read(path: Path) -> tuple[str, float]:
     try:
         found = json.loads(path.read_text())
         month, count = str(found["month"]), float(found["bytes"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return "", 0.0
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s is not a count of traffic: %s", path, error)

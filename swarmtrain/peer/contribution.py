@@ -58,7 +58,7 @@ def _read(path: Path) -> list[tuple[float, int]]:
     """The points of former lives; of a damaged file none."""
     try:
         return [(float(at), int(count)) for at, count in json.loads(path.read_text())][-MAX_POINTS:]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, TypeError) as error:
         log.warning("%s is not used: %s", path, error)
