@@ -30,7 +30,7 @@ from .scenes import (
 
 def test_what_peers_are_thanked_for_is_what_the_books_say(simulated: Make, references: References) -> None:
     """Also a peer that leaves in the middle, and one that comes back after it was killed."""
-    swarm = simulated(tiny("schedule.steps=8"))
+    swarm = simulated(tiny("schedule.steps=20"))
     swarm.start(num_peers=2 * NUM_STAGES)
     wait_step(swarm, 3)
     early, killed = swarm.serving(0)[0], swarm.serving(1)[0]
