@@ -143,10 +143,13 @@ def _most_complained_of(
         return []
     most = max(total.values())
     done = {member.peer_id for member, reply in zip(members, replies, strict=True) if isinstance(reply, Prepared)}
+    silent = {member.peer_id for member in _unexplained(members, replies)}
     worst = sorted(
         (peer for peer in total if total[peer] == most),
         key=lambda peer: (
             peer in done,
+            peer not in silent,  # accused, and it says nothing itself
+            -against[peer] if against[peer] > 1 else 0,  # several accusers are evidence
             -before[peer],
             -known.disputes.get(peer, 0),
             -known.strikes.get(peer, 0.0),
