@@ -119,7 +119,8 @@ def _headline(event: Event, status: Status) -> Status:
     match event:
         case PhaseReached(phase=phase, detail=detail):
             state = "starting" if phase in _STARTING else phase
-            return _enter(status, event.at, state, detail if state == phase else f"{phase}: {detail}")
+            reason = detail if state == phase else f"{phase}: {detail}"
+            return _enter(status, event.at, state, reason, "")  # what is next, its activity says
         case ActivityChanged(cause=cause, reason=reason, next=following, since=since):
             return replace(status, cause=cause, reason=reason, next=following, since=since)
         case SyncProgress(step=step, percent=percent):

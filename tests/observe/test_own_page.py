@@ -112,10 +112,10 @@ def test_nobody_else_may_ask(page: str) -> None:
     assert refused(page) == 200
     assert refused(other) == 404, "the token is wrong"
     assert refused(origin) == 404
-    assert refused(page, Host="attacker.example") == 403, "a name that an attacker's DNS gives to this address"
+    assert refused(page, Host="attacker.example") == 421, "a name that an attacker's DNS gives to this address"
     assert refused(f"{page}pause", b"{}", Origin="http://attacker.example") == 403
     assert refused(f"{page}pause", b"{}") == 403, "without an origin"
-    assert refused(f"{page}pause", b"{}", Origin=origin, Host="attacker.example") == 403
+    assert refused(f"{page}pause", b"{}", Origin=origin, Host="attacker.example") == 421
     assert refused(f"{page}pause", Origin=origin) == 404, "GET changes nothing"
     assert refused(f"{other}pause", b"{}", Origin=origin) == 404
     assert refused(f"{page}change", b"[]", Origin=origin) == 400

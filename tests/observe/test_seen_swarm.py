@@ -55,7 +55,7 @@ def idle_for(daemon: Daemon, cause: Cause, reason: str = "", *, timeout_s: float
 
     def is_so() -> bool:
         found.update(daemon.status())
-        return found["cause"] == cause and reason in found["reason"]
+        return found["cause"] == cause and reason in found["reason"] and bool(found["next"])
 
     until(is_so, f"{daemon.name} is idle because of {cause} {reason}", timeout_s=timeout_s)
     said = "\n".join(status_lines(found))  # what the verb prints
