@@ -42,7 +42,12 @@ def _whose(row: dict[str, Any]) -> str:
 
 @app.command("make")
 def make(
-    name: Annotated[str, typer.Option("--for", metavar="NAME", help="For whom; shown in lists and events.")] = "",
+    name: Annotated[
+        str,
+        typer.Option(
+            "--for", metavar="NAME", envvar="SWARMTRAIN_INVITE_MAKE_FOR", help="For whom; shown in lists and events."
+        ),
+    ] = "",
     uses: Annotated[int, number(0, MAX_COUNT, help="How many peers it admits; 0: any number.")] = 1,
     expires: Annotated[str, typer.Option(metavar="TIME", help="How long it counts, as 12h or 7d; `never`.")] = "7d",
     state_dir: StateDirOption = None,

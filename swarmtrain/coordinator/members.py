@@ -96,6 +96,8 @@ def may_be_scraped(address: str) -> bool:
         is_numeric = not host.strip("0123456789.xXabcdefABCDEF") and host[:1].isdigit() and "." in host
         return "metadata" not in host.lower() and not is_numeric and not host.isdecimal()
     mapped = getattr(ip, "ipv4_mapped", None) or ip
+    if mapped.is_loopback:  # of a run on one machine; ::1 counts as reserved, too
+        return True
     return not (mapped.is_link_local or mapped.is_unspecified or mapped.is_multicast or mapped.is_reserved)
 
 

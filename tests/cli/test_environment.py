@@ -79,7 +79,7 @@ def test_there_are_many_options() -> None:
 def test_every_option_is_read_from_its_variable(path: tuple[str, ...]) -> None:
     command = dict(verbs())[path]
     needed = [f"--{item.name}=x" for item in command.params if item.required and item.param_type_name == "option"]
-    needed += ["x" for item in command.params if item.required and item.param_type_name == "argument"]
+    needed += ["1" for item in command.params if item.required and item.param_type_name == "argument"]
     mine = [option for place, option in options() if place == path]
     for option in mine:
         given = [item for item in needed if not item.startswith(f"--{option.name}=")]
