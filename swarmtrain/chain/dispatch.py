@@ -31,9 +31,10 @@ BACK_OFF_S = 0.2  # default back-off after BUSY without retry_after, or after a 
 
 OnProgress = Callable[[Progress], None]
 Check = Callable[[Done], Awaitable[None]]
+OnDisputed = Callable[[str], None]  # a peer that said that training diverged, when another one has done the work
 
 # Refusals that no other peer of the stage would answer differently: they go upstream to the caller.
-_FINAL = {Code.AHEAD, Code.OLD_TERM, Code.WRONG_RUN, Code.STALE_BASIS, Code.DIVERGED}
+_FINAL = {Code.AHEAD, Code.OLD_TERM, Code.WRONG_RUN, Code.STALE_BASIS}
 
 
 def back_off_s(num_refusals: int) -> float:
@@ -88,13 +89,15 @@ class Dispatcher:
         on_progress: OnProgress | None = None,
         check: Check,
         sticky: Sticky | None = None,
+        on_disputed: OnDisputed | None = None,
     ) -> Done:
         """Have `work` done by some peer of the stage. `check` raises ValueError for an answer that cannot be right.
 
         The answer's `waited_s` is at most the time that this took. It includes waiting while all peers were busy, and
         the whole detour to peers that were busy or had `work` stolen: without a queue there would have been none.
         `sticky` replaces the boundary for one peer, as long as that peer does not refuse it.
-        Raises Refusal if the answer would be the same everywhere, or if no peer did it within `deadline_s`.
+        Raises Refusal if the answer would be the same everywhere, or if no peer did it within `deadline_s`. That
+        training diverged must be said by two peers, or by the only one there is.
         """
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
@@ -102,9 +105,12 @@ class Dispatcher:
         tried: set[str] = set()
         thief, waited_s = "", 0.0  # the peer that has stolen it; what went by because of queues
         last, lacking = "no peer has been found", work.stage
+        diverged: dict[str, Refusal] = {}  # the peer that says that training diverged
         while (left_s := ends_at - loop.time()) > 0:
-            pick = self._pick(work, hints, tried, sticky, thief)
+            pick = self._pick(work, hints, tried | diverged.keys(), sticky, thief)
             if pick is None:
+                if diverged and not self.neighbours.router.has_other(diverged.keys()):
+                    raise next(iter(diverged.values()))
                 tried.clear()
                 await self.neighbours.wait_for_news(min(NEWS_S, left_s))
                 continue
@@ -118,11 +124,19 @@ class Dispatcher:
                 done = await self._call_one(request, pick, ends_at, hints, on_progress, check)
                 if sticky is not None:
                     sticky.delivered = is_sticky
+                for peer_id in diverged:
+                    log.warning("%s says that training diverged: another peer did the same work", peer_id[-8:])
+                    if on_disputed is not None:
+                        on_disputed(peer_id)
                 # Clamp: the sum over stages must stay within the field's range.
                 return replace(done, waited_s=waited_s + min(done.waited_s, loop.time() - sent_at))
             except Refusal as refusal:
-                if refusal.code in _FINAL:
+                if refusal.code in _FINAL or (refusal.code == Code.DIVERGED and diverged):
                     raise
+                if refusal.code == Code.DIVERGED:
+                    diverged[pick.peer_id] = refusal
+                    hints = {hop.stage: hop for hop in work.hints}  # its way down the stages may be what is at fault
+                    continue
                 if sticky is not None and is_sticky and refusal.code == Code.NEED_KEYFRAME:
                     sticky.refused = True
                     continue
@@ -224,7 +238,7 @@ class Dispatcher:
             self.neighbours.router.busy(peer_id, refused.retry_after_s or BACK_OFF_S)
         elif refused.code == Code.REDIRECTED:
             self.neighbours.router.busy(peer_id, BACK_OFF_S)
-        elif refused.code in _FINAL:
+        elif refused.code in _FINAL or refused.code == Code.DIVERGED:
             self.neighbours.router.busy(peer_id, self._back_off_s(peer_id))
         elif refused.code == Code.NOT_SERVING and refused.retry_after_s > 0.0:
             self.neighbours.router.busy(peer_id, min(refused.retry_after_s, MAX_BACK_OFF_S))

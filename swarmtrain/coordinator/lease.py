@@ -17,6 +17,7 @@ import numpy as np
 from swarmtrain import world
 from swarmtrain.coordinator.books import ReplayPlan, StepBooks
 from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.strikes import Offence
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.sizes import id_type
 from swarmtrain.observe.events import WorkReplayed
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 FIRST_LEASE_S = 120.0  # until enough have come back to know how long one takes
 MIN_LEASE_S = 30.0
 MIN_IN_FLIGHT = 4
+MAX_DIVERGED = 3  # routes over which training diverged until the run ends, if there is more than one
 REPAIR_PAUSE_S = 0.3  # between rounds of repair
 
 
@@ -201,7 +203,13 @@ class Leases:
         await context.notify()
 
     async def _call(self, work: Work, is_wanted: Callable[[], bool] = lambda: True) -> Done | None:
-        """Have `work` done, however long it takes. Only divergence ends it; None if it is not wanted any more."""
+        """Have `work` done, however long it takes. Only divergence ends it; None if it is not wanted any more.
+
+        Each stage believes two of its peers (`Dispatcher.call`), and both may have it from the same one further down.
+        So it is tried over other routes before the run ends.
+        """
+        disputed: list[str] = []
+        num_diverged = 0
 
         async def check(done: Done) -> None:
             if [hop.stage for hop in done.route] != list(range(self._context.manifest.stages.count)):
@@ -211,24 +219,46 @@ class Leases:
         while is_wanted():
             started = loop.time()
             try:
-                done = await self._context.dispatcher.call(work, deadline_s=self._deadlines.deadline_s, check=check)
+                done = await self._context.dispatcher.call(
+                    work, deadline_s=self._deadlines.deadline_s, check=check, on_disputed=disputed.append
+                )
                 self._deadlines.finished(loop.time() - started)
+                await self._hold_against(disputed, done)
                 return done
             except Refusal as refusal:
                 if refusal.code == Code.DIVERGED:
-                    raise DivergedError(refusal.text, fix="lower optimizer.learning_rate") from refusal
+                    num_diverged += 1
+                    if num_diverged == MAX_DIVERGED or not self._has_other_routes():
+                        raise DivergedError(refusal.text, fix="lower optimizer.learning_rate") from refusal
+                    work = replace(work, hints=self._members_as_hints(turn=num_diverged))
                 log.info("lease (%d, %d): %s", work.step, work.microbatch, refusal)
                 if refusal.code == Code.NOBODY:
                     self._in_flight.lost()
                 await self._context.dispatcher.neighbours.wait_for_news(1.0)
         return None
 
-    def _members_as_hints(self, first: int = 0) -> tuple[Hop, ...]:
-        """A peer of each stage from `first` on that counts: hints go before what the directory says."""
+    async def _hold_against(self, disputed: list[str], done: Done) -> None:
+        """Those that said that training diverged, although others have done the work. Only who counts disproves it."""
+        context = self._context
+        if all(context.members.counts(hop) for hop in done.route):
+            for peer_id in disputed:
+                if (member := context.members.get(peer_id)) is not None:
+                    await context.strike(member, Offence.DISPUTED_DIVERGENCE)
+
+    def _has_other_routes(self) -> bool:
+        """Whether some stage has more than one peer."""
+        context = self._context
+        return any(len(context.members.of_stage(s, "serving")) > 1 for s in range(context.manifest.stages.count))
+
+    def _members_as_hints(self, first: int = 0, turn: int | None = None) -> tuple[Hop, ...]:
+        """A peer of each stage from `first` on that counts: hints go before what the directory says.
+
+        Any of them, or the one whose `turn` it is.
+        """
         context, found = self._context, []
         for stage in range(first, context.manifest.stages.count):
             if there := [m for m in context.members.of_stage(stage, "serving") if m.was_admitted]:
-                member = self._rng.choice(there)
+                member = self._rng.choice(there) if turn is None else there[turn % len(there)]
                 found.append(Hop(stage, member.peer_id, member.report.incarnation))
         return tuple(found)
 

@@ -22,6 +22,7 @@ from swarmtrain.observe.faults import Action, Point, damaged
 from swarmtrain.observe.split import Part
 from swarmtrain.peer.codecs import BadTensor, WrongPartner
 from swarmtrain.peer.compute import Withdrawn
+from swarmtrain.peer.divergences import Divergences
 from swarmtrain.peer.identity import PeerIdentity, PeerState
 from swarmtrain.peer.jobs import Outcome, StaleWork
 from swarmtrain.peer.ledger import Entry, Ledger, Raw
@@ -66,14 +67,17 @@ class Microbatches:
         self._peer, self._clock, self._stage = peer, clock, stage
         self._dispatcher, self._thief, self._max_queue = dispatcher, thief, max_queue
         self._parcels = Parcels(peer.run_id, peer.stage, peer.sign)
+        self._divergences = Divergences()
 
     async def work(self, work: Work, exchange: Exchange) -> Done:
         """Have a microbatch done. Asked again for a finished one, answers from the ledger."""
         peer, clock = self._peer, self._clock
         await self._admit(work, exchange)
         if work.evaluate:
+            self._check_diverged(work)
             return await self._evaluate(work, exchange)
         await self._enter_round(work)
+        self._check_diverged(work)
         ledger = clock.ledger_of(work.step)
         entry = ledger.get(work.microbatch)
         if entry is not None and entry.answer is not None:
@@ -229,7 +233,7 @@ class Microbatches:
             if not entry.accumulated:
                 ledger.drop(entry)
                 stage.jobs.forget(entry)
-            raise self._as_refusal(error) from error
+            raise self._noted(work, self._as_refusal(error)) from error
         entry.answer = answer
         entry.task = None
         self._thief.served(entry, answer)
@@ -239,6 +243,17 @@ class Microbatches:
         if peer.faults.hit(Point.BEFORE_ANSWER) is Action.CORRUPT:
             return replace(answer, gradient=damaged(answer.gradient))
         return answer
+
+    def _check_diverged(self, work: Work) -> None:
+        text = self._divergences.of(work)
+        if text is not None:
+            raise self._peer.refuse(Code.DIVERGED, text)
+
+    def _noted(self, work: Work, error: BaseException) -> BaseException:
+        """The error; if training diverged, the same work is refused from now on without computing it again."""
+        if isinstance(error, Refusal) and error.code == Code.DIVERGED:
+            self._divergences.note(work, error.text)
+        return error
 
     def _is_critical(self, entry: Entry) -> bool:
         """Whether the caller would stand idle for the exact gradient, and less for the compressed one.
@@ -325,7 +340,7 @@ class Microbatches:
             exchange.progress(Progress((peer.hop,), self._load_s))
             downstream = await self._call_downstream(entry, work, timed.value.payload, _left_s(exchange))
         except BaseException as error:
-            raise self._as_refusal(error) from error
+            raise self._noted(work, self._as_refusal(error)) from error
         return Done(downstream.loss, (peer.hop, *downstream.route), timed.queue_s, timed.run_s, 0.0, b"", self._load_s)
 
     async def _admit(self, work: Work, exchange: Exchange) -> None:

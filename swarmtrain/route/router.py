@@ -100,6 +100,10 @@ class Router:
             return None
         return self._picked(policy.candidate(busy[0], num_bytes, now), "all busy", busy[1])
 
+    def has_other(self, known: AbstractSet[str]) -> bool:
+        """Whether peers are listed besides these, whether or not they may be asked now."""
+        return any(peer_id not in known for peer_id in self._table.snapshot.index)
+
     def succeeded(
         self,
         peer_id: str,

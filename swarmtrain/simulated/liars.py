@@ -13,8 +13,10 @@ from torch import Tensor
 from swarmtrain.codec import Direction, MessageContext, decode
 from swarmtrain.reduce.shares import ExactShares
 from swarmtrain.reduce.totals import Buffer, Total
+from swarmtrain.rpc.errors import Refusal
+from swarmtrain.rpc.exchange import Exchange
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
-from swarmtrain.wire.messages import FetchSeals
+from swarmtrain.wire.messages import Code, Done, FetchSeals, Work
 
 Change = Callable[[Tensor], Tensor]
 
@@ -133,6 +135,21 @@ def seal_other_than_received(life: Life) -> None:
     checking = life.daemon._handlers[FetchSeals].__self__
     honest = checking._seal
     checking._seal = lambda entry: replace(honest(entry), received=bytes(16))
+
+
+def say_diverged(life: Life, asked: list[Work]) -> None:
+    """Whatever it is given, it says that training diverged. What it was asked is added to `asked`."""
+
+    async def refuse(message: Work, exchange: Exchange) -> Done:
+        asked.append(message)
+        raise Refusal(Code.DIVERGED, "it is not finite")
+
+    life.daemon._handlers[Work] = refuse
+
+
+def huge(tensor: Tensor) -> Tensor:
+    """Finite, and too large for whatever is computed from it."""
+    return torch.full_like(tensor, 1e30)
 
 
 def _decoded(payload: bytes) -> Tensor:

@@ -317,7 +317,7 @@ def test_an_answer_that_cannot_be_right_is_asked_for_elsewhere() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("code", [Code.AHEAD, Code.OLD_TERM, Code.WRONG_RUN, Code.STALE_BASIS, Code.DIVERGED])
+@pytest.mark.parametrize("code", [Code.AHEAD, Code.OLD_TERM, Code.WRONG_RUN, Code.STALE_BASIS])
 def test_what_everybody_would_refuse_goes_up_at_once(code: Code) -> None:
     async def main() -> None:
         dispatcher, node, _ = dispatch({"a": CallRefused(code, "so it is"), "b": good})
@@ -325,6 +325,36 @@ def test_what_everybody_would_refuse_goes_up_at_once(code: Code) -> None:
             await dispatcher.call(WORK, deadline_s=10, check=accept)
         assert caught.value.code == code
         assert len(node.calls) == 1
+
+    run(main())
+
+
+def diverges(work: Work, on_progress: Any) -> Done:
+    on_progress(Progress((Hop(2, "a", "life"), Hop(3, "z", "life"))))
+    raise CallRefused(Code.DIVERGED, "not finite")
+
+
+def test_one_peer_that_says_that_training_diverged_is_not_believed_when_another_does_the_work() -> None:
+    async def main() -> None:
+        dispatcher, node, _ = dispatch({"a": diverges, "b": good})
+        disputed: list[str] = []
+        done = await dispatcher.call(WORK, deadline_s=10, check=accept, on_disputed=disputed.append)
+        assert done == DONE
+        assert [peer for peer, _ in node.calls] == ["a", "b"]
+        assert node.calls[1][1].hints == WORK.hints  # not where the first one has led it
+        assert disputed == ["a"]
+
+    run(main())
+
+
+def test_two_peers_that_say_that_training_diverged_are_believed_and_so_is_the_only_one() -> None:
+    async def main() -> None:
+        for peers in ("abc", "a"):
+            dispatcher, node, _ = dispatch(dict.fromkeys(peers, diverges))
+            with pytest.raises(Refusal) as caught:
+                await dispatcher.call(WORK, deadline_s=10, check=accept)
+            assert caught.value.code == Code.DIVERGED
+            assert [peer for peer, _ in node.calls] == list(peers[:2])
 
     run(main())
 
