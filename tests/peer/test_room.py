@@ -23,7 +23,7 @@ from swarmtrain.rpc.meter import LinkEstimate
 from swarmtrain.run.manifest import Manifest
 from swarmtrain.wire.messages import Code, Done, Work
 
-from .parts import HUGE, parts_of
+from .parts import CALLER, HUGE, parts_of
 from .test_stage_jobs import jobs_of, manifest, tokens
 
 __all__ = ["manifest"]  # a fixture
@@ -37,7 +37,7 @@ def unmeasured(peer_id: str) -> LinkEstimate:
 class Caller:
     """As much of an exchange as a microbatch needs."""
 
-    peer_id = "caller"
+    peer_id = CALLER
 
     def __init__(self) -> None:
         self.deadline = asyncio.get_running_loop().time() + 60.0
