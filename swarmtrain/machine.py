@@ -44,8 +44,12 @@ class Machine(Protocol):
         option: str,
         note: Path | None = None,
         actions: Mapping[str, Action] | None = None,
+        known_as: str = "",
     ) -> Door:
-        """Answer HTTP on HOST:PORT, which `option` named; port 0: a free one, if possible that of `note`."""
+        """Answer HTTP on HOST:PORT, which `option` named; port 0: a free one, if possible that of `note`.
+
+        `known_as`: see `HttpServer`.
+        """
 
     def sensors(self, gpu_index: int | None) -> Sensors:
         """What it says of itself and its owner; None: of no GPU."""
@@ -71,9 +75,10 @@ class ThisMachine:
         option: str,
         note: Path | None = None,
         actions: Mapping[str, Action] | None = None,
+        known_as: str = "",
     ) -> Door:
         """See `Machine`."""
-        server = HttpServer(routes, actions)
+        server = HttpServer(routes, actions, known_as)
         host, port = parse_address(address, option)
         await server.start(*(same_port_as_before(host, port, note) if note is not None else (host, port)))
         return server

@@ -22,7 +22,8 @@ def test_a_stage_is_tried_and_what_it_holds_is_what_was_told() -> None:
     found = try_stage(manifest, 3, "cpu", "auto", notes.append)
     assert len(notes) == 3, "it says what it does"
     assert found.tokens == 4 * 128
-    assert 0.0 < found.share_of_peak < 2.0  # of a loaded machine
+    assert found.share_of_peak == pytest.approx(found.tflops / found.peak_tflops)
+    assert found.share_of_peak > 0.0  # how much, depends on what else the machine does
     assert found.tflops == pytest.approx(found.tflop / found.microbatch_s)
     assert found.way.device_bytes == 0
     assert found.device_bytes == 0
@@ -77,4 +78,4 @@ def test_a_stage_of_true_size_computes_a_microbatch_within_what_was_told(stage: 
 
 
 def test_the_peak_is_that_of_a_product() -> None:
-    assert 0.0 < measured_peak("cpu", torch.float32) < 1000.0
+    assert measured_peak("cpu", torch.float32) > 0.0

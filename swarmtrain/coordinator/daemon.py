@@ -58,7 +58,7 @@ from swarmtrain.errors import ManifestError, StorageError, SwarmtrainError
 from swarmtrain.machine import Machine, ThisMachine
 from swarmtrain.observe.events import Events, PhaseReached, StepApplied
 from swarmtrain.observe.faults import Faults
-from swarmtrain.observe.http import Handler
+from swarmtrain.observe.http import EVERY_NAME, Handler
 from swarmtrain.observe.keeper import StatusKeeper
 from swarmtrain.observe.status import MAX_POINTS
 from swarmtrain.p2p.errors import NetError
@@ -477,14 +477,20 @@ class CoordinatorDaemon:
             self._observed.page_url = await self._serve_http(stack, routes, self.options.page, "page")
         if self.options.public_page:
             routes = public_routes(self._observed, downloads)
-            await self._serve_http(stack, routes, self.options.public_page, "public-page")
+            await self._serve_http(stack, routes, self.options.public_page, "public-page", known_as=EVERY_NAME)
 
     async def _serve_http(
-        self, stack: contextlib.AsyncExitStack, routes: dict[str, Handler], address: str, name: str
+        self,
+        stack: contextlib.AsyncExitStack,
+        routes: dict[str, Handler],
+        address: str,
+        name: str,
+        *,
+        known_as: str = "",
     ) -> str:
         """The address of a page; a file of its name in the state directory has it too."""
         note = self.options.state_dir / name
-        server = await self._machine.serve_http(routes, address, f"--{name}", note)
+        server = await self._machine.serve_http(routes, address, f"--{name}", note, known_as=known_as)
         stack.push_async_callback(server.close)
         url = f"http://{server.address}/"
         atomic_write(note, f"{url}\n".encode())

@@ -90,7 +90,7 @@ class MachineSensors:
 
     def _others(self, pids: Iterable[int]) -> tuple[str, ...]:
         own = {self._own.pid, *(child.pid for child in _children(self._own))}
-        return tuple(_name_of(pid) for pid in pids if pid not in own)
+        return tuple(name for pid in pids if pid not in own and (name := _name_of(pid)) is not None)
 
 
 def running_programs(wanted: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
@@ -120,9 +120,12 @@ def _children(process: Any) -> list[Any]:
     return found
 
 
-def _name_of(pid: int) -> str:
+def _name_of(pid: int) -> str | None:
+    """None: it has ended, or the driver counts as a container's host does, and then it may be this very one."""
     try:
         return str(psutil.Process(pid).name())[:MAX_SHOWN]
+    except psutil.NoSuchProcess:
+        return None
     except psutil.Error:
         return f"process {pid}"
 

@@ -8,7 +8,7 @@ any order, grouping, replay or subtraction gives the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 
 import torch
@@ -128,17 +128,17 @@ class Addition:
     """One microbatch's gradients, added one by one: each may be freed before the next one is computed.
 
     The same bits as `add` of all of them. `added` says which are in the sum when one cannot be added: whoever goes on
-    must take these out again (`cancel`), and for that compute them again.
+    must take these out again (`Removal`), and for that compute them again.
     """
 
     def __init__(self, total: Accumulator, sign: int = 1) -> None:
-        self._total, self._sign = total, sign
+        self.total, self.sign = total, sign
         self._capacity = 0.0  # reserved for this microbatch
         self.added: list[int] = []  # offsets
 
     def add(self, offset: int, gradient: Tensor) -> None:
         """Add one. `DivergedError`, and this one not added, if a value is not finite or leaves the grid."""
-        total = self._total
+        total = self.total
         if isinstance(total, ExactSum):
             largest = largest_of([gradient], VALUE_LIMIT)
             total.capacity_used -= self._capacity
@@ -147,15 +147,22 @@ class Addition:
             total.capacity_used += self._capacity
         else:
             largest_of([gradient], math.inf)
-        total.put(offset, gradient, self._sign)
+        total.put(offset, gradient, self.sign)
         self.added.append(offset)
 
-    def cancel(self, gradients: Mapping[int, Tensor]) -> None:
-        """Take out again what was added of `gradients`, which have the bits that they had before. By offset."""
-        for offset in self.added:
-            if offset in gradients:
-                self._total.put(offset, gradients[offset], -self._sign)
-        self.added.clear()
+
+class Removal:
+    """Takes out again what was added, one by one, from gradients that have the bits that they had before."""
+
+    def __init__(self, addition: Addition) -> None:
+        self._addition = addition
+
+    def add(self, offset: int, gradient: Tensor) -> None:
+        """Take this one out, if it is there."""
+        addition = self._addition
+        if offset in addition.added:
+            addition.total.put(offset, gradient, -addition.sign)
+            addition.added.remove(offset)
 
 
 def make_accumulator(kind: str, size: int, device: torch.device | str = "cpu") -> Accumulator:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swarmtrain.errors import DivergedError
 from swarmtrain.model.adamw import apply_adamw, project_gradient
-from swarmtrain.model.exact import Accumulator, Addition, squared_norm
+from swarmtrain.model.exact import Accumulator, Addition, Removal, squared_norm
 from swarmtrain.model.layout import EMBEDDING
 from swarmtrain.model.muon import apply_muon
 from swarmtrain.model.room import Room
@@ -60,6 +60,7 @@ class StageWorker:
         self._sums: dict[int, Accumulator] = {}  # by open step
         self._lent: set[int] = set()  # steps whose sum others read: it must not change any more
         self._spare: list[Accumulator] = [state.new_accumulator()]
+        self._spoilt: set[int] = set()  # steps whose sum holds a part of a microbatch
 
     @property
     def sum(self) -> Accumulator:
@@ -85,7 +86,16 @@ class StageWorker:
         found = self.sum_of(step)
         del self._sums[step]
         self._lent.discard(step)
+        self._spoilt.discard(step)
         return found
+
+    def begin_anew_if_spoilt(self, step: int) -> bool:
+        """Empty a sum that says nothing of what was added to it; whether it was one."""
+        if step not in self._spoilt:
+            return False
+        self._own_sum(step).clear()
+        self._spoilt.discard(step)
+        return True
 
     def give_back(self, total: Accumulator) -> None:
         """It is cleared, for a later step."""
@@ -142,7 +152,8 @@ class StageWorker:
     ) -> Tensor | None:
         """`backward` and `accumulate` in one: each gradient goes as soon as it is added. The same bits.
 
-        Returns the gradient for the upstream stage. When it fails, the sum is as it was before.
+        Returns the gradient for the upstream stage. When it fails, the sum is as it was before; if that fails, too (of
+        a device without memory), the sum is spoilt: see `begin_anew_if_spoilt`.
         """
         step = self.state.step if step is None else step
         addition = self._addition(step, sign)
@@ -235,7 +246,7 @@ class StageWorker:
     def _addition(self, step: int, sign: int) -> Addition:
         return Addition(self._own_sum(step), sign)
 
-    def _add_as_they_come(self, done: Pass, gradient: Tensor | None, addition: Addition) -> Tensor | None:
+    def _add_as_they_come(self, done: Pass, gradient: Tensor | None, addition: Addition | Removal) -> Tensor | None:
         """Backward; returns the gradient of what came in. Hooks see a parameter's gradient when it is complete."""
         if not self.state.plan.is_last:
             assert gradient is not None
@@ -266,11 +277,10 @@ class StageWorker:
         gives the same bits."""
         if not addition.added:
             return
-        again = self.forward(done.tokens, done.boundary, step)
-        own = self._gradients(again, gradient)[1]
-        offsets = self.state.gradient_offsets
-        there = self.state.room.for_sum
-        addition.cancel({offset: there(item) for offset, item in zip(offsets, own, strict=True) if item is not None})
+        before = set(self._spoilt)
+        self._spoilt.add(step)
+        self._add_as_they_come(self.forward(done.tokens, done.boundary, step), gradient, Removal(addition))
+        self._spoilt &= before
 
     def _output(self, weights: Weights, tokens: Tensor, boundary: Tensor | None) -> Tensor:
         ids, module = tokens[:, :-1], weights.module
@@ -289,7 +299,7 @@ class StageWorker:
         return (gradient.t() @ gradient).mul_(gradient.shape[0]).reshape(-1)
 
 
-def _add_and_free(room: Room, addition: Addition, offset: int, parameter: Tensor) -> None:
+def _add_and_free(room: Room, addition: Addition | Removal, offset: int, parameter: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
     addition.add(offset, room.for_sum(gradient))

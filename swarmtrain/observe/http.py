@@ -30,6 +30,7 @@ MAX_HEAD_BYTES = 8192  # request line and headers
 MAX_BODY_BYTES = 4096  # of a POST
 HEAD_S = 5.0  # a client that has not sent its request by then is disconnected
 WRITE_S = 10.0  # a client that does not read for so long is disconnected
+EVERY_NAME = "*"  # of a server that shows what anybody may see
 LOCAL_NAMES = (".local", ".localhost", ".lan", ".internal", ".home.arpa")
 MAX_CONNECTIONS = 128
 MAX_STREAMS = 64  # of them, event streams
@@ -129,8 +130,10 @@ def checked_address(text: str, option: str) -> str:
     return text
 
 
-def is_own_name(host: str, listens_on: str) -> bool:
+def is_own_name(host: str, *own: str) -> bool:
     """Whether a request's Host names a machine as its own network does: nothing that a foreign page may have made up.
+
+    `own` are further names of it: those that its operator wrote down.
 
     A page of another site can let its own name point to this address and then read what is served here (DNS rebinding).
     Its name has a dot and is a public one. An address, a name without a dot and the names of local networks are none.
@@ -141,7 +144,7 @@ def is_own_name(host: str, listens_on: str) -> bool:
         ipaddress.ip_address(name)
     except ValueError:
         is_local = "." not in name or name.endswith(LOCAL_NAMES)
-        return is_local or name in (listens_on.lower(), socket.gethostname().lower())
+        return is_local or name in (*(one.lower() for one in own if one), socket.gethostname().lower())
     return True
 
 
@@ -167,8 +170,11 @@ def same_port_as_before(host: str, port: int, note: Path) -> tuple[str, int]:
 class HttpServer:
     """Serves `routes`, by exact path, at one address; and `actions` to those who POST."""
 
-    def __init__(self, routes: Mapping[str, Handler], actions: Mapping[str, Action] | None = None) -> None:
-        self._routes, self._actions = routes, actions or {}
+    def __init__(
+        self, routes: Mapping[str, Handler], actions: Mapping[str, Action] | None = None, known_as: str = ""
+    ) -> None:
+        """`known_as`: a name of this machine in other networks, under which it answers, too; or EVERY_NAME."""
+        self._routes, self._actions, self._known_as = routes, actions or {}, known_as
         self._server: asyncio.AbstractServer | None = None
         self._clients: set[asyncio.Task[None]] = set()
         self._num_streams = self._num_files = 0
@@ -234,8 +240,8 @@ class HttpServer:
             return
         whole = match[1] == b"GET"
         request = _request(match[2].decode("ascii"), head)
-        if not is_own_name(request.headers.get("host", ""), self.host):
-            await self._send(writer, _plain(HTTPStatus.MISDIRECTED_REQUEST), whole=True)
+        if not self._is_own(request):
+            await self._send(writer, _misdirected(), whole=True)
             return
         answer = self._answer(request)
         if isinstance(answer, Response):
@@ -247,8 +253,8 @@ class HttpServer:
 
     async def _act(self, target: str, head: bytes, reader: asyncio.StreamReader) -> Response:
         request = _request(target, head)
-        if not is_own_name(request.headers.get("host", ""), self.host):
-            return _plain(HTTPStatus.MISDIRECTED_REQUEST)
+        if not self._is_own(request):
+            return _misdirected()
         action = self._actions.get(request.path)
         if action is None:
             return _plain(HTTPStatus.METHOD_NOT_ALLOWED if request.path in self._routes else HTTPStatus.NOT_FOUND)
@@ -264,6 +270,10 @@ class HttpServer:
         except Exception:
             log.exception("cannot do what was asked")
             return _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _is_own(self, request: Request) -> bool:
+        own = self._known_as
+        return own == EVERY_NAME or is_own_name(request.headers.get("host", ""), self.host, own)
 
     def _answer(self, request: Request) -> Answer:
         handler = self._routes.get(request.path)
@@ -345,6 +355,11 @@ def _request(target: str, head: bytes) -> Request:
 def _head(status: HTTPStatus, headers: Mapping[str, str]) -> bytes:
     lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in headers.items())]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+def _misdirected() -> Response:
+    text = "421 this server does not answer under that name: open it by its address, or by a name of its own network\n"
+    return Response(text.encode(), status=HTTPStatus.MISDIRECTED_REQUEST)
 
 
 def _plain(status: HTTPStatus) -> Response:

@@ -25,6 +25,7 @@ from swarmtrain.waiting import wait_event
 
 LOOK_S = 5.0  # between two looks at the machine
 MIN_COUNT_S = 0.1  # between two looks at the traffic, if that has a cap
+FORGETS_RATE_S = 60.0  # half of it: the rate of a line at work counts through its short rests
 STEPS = 5  # that say how many bytes a step takes: a state that was fetched is none
 CLOCK_S = 30.0  # between two looks at the clock alone, which may be set
 BUSY_S = 1.0  # how soon a peer that cannot pause yet tries again
@@ -46,13 +47,19 @@ class Courtesy:
         self._step_bytes: deque[float] = deque(maxlen=STEPS)
         self._seen, self._looked_at = Seen(), float("-inf")
         self._count_s = MIN_COUNT_S
-        self.count: TrafficCount | None = None
+        self._noted_at, self._highest_rate = float("-inf"), 0.0
+        self._counted: TrafficCount | None = None  # from the first cap on, also while there is none
         self._open_count()
 
     @property
     def rules(self) -> Rules:
         """As the owner has set them last."""
         return self._rules
+
+    @property
+    def count(self) -> TrafficCount | None:
+        """Of the month's traffic, if that has a cap."""
+        return self._counted if self._rules.traffic is not None else None
 
     @property
     def pause(self) -> Pause | None:
@@ -88,13 +95,13 @@ class Courtesy:
                 await self.look()
                 await wait_event(self._rules_changed, self._pause_s())
         finally:
-            if self.count is not None:
-                self.count.note(self._link_bytes(), world.wall())
-                self.count.write()
+            if self._counted is not None:
+                self._counted.note(self._link_bytes(), world.wall())
+                self._counted.write()
 
     async def look(self) -> None:
         """Look once, and note whether the peer should pause."""
-        rules, count = self._rules, self.count
+        rules, count = self._rules, self._counted
         if rules.needs_sensors and world.monotonic() - self._looked_at >= LOOK_S - MIN_COUNT_S:
             self._looked_at = world.monotonic()
             self._seen = await world.in_thread(lambda: self._sensors.look(rules))
@@ -103,7 +110,7 @@ class Courtesy:
         wall = world.wall()
         if rules is not self._rules:
             return  # they were changed meanwhile: looked at again at once
-        used = count.month_bytes if count is not None else 0.0
+        used = count.month_bytes if count is not None else 0.0  # without a cap nobody asks
         usual = median(self._step_bytes) if len(self._step_bytes) == STEPS else 0.0
         found = self._manners.look(self._seen, now=world.monotonic(), wall=wall, month_bytes=used, step_bytes=usual)
         if found != self._found:
@@ -118,8 +125,12 @@ class Courtesy:
         if step != self._step_before:
             self._step_bytes.append(count.own_bytes - self._bytes_before)
             self._step_before, self._bytes_before = step, count.own_bytes
-        rate = max(1.0, count.own_bytes - before) / self._count_s
-        self._count_s = min(LOOK_S, max(MIN_COUNT_S, WRITE_SHARE * count.cap.num_bytes / rate))
+        now = world.monotonic()
+        passed_s = min(FORGETS_RATE_S, max(MIN_COUNT_S, now - self._noted_at))
+        self._noted_at = now
+        rate = max(1.0, count.own_bytes - before) / passed_s
+        self._highest_rate = max(rate, self._highest_rate * 0.5 ** (passed_s / FORGETS_RATE_S))
+        self._count_s = min(LOOK_S, max(MIN_COUNT_S, WRITE_SHARE * count.cap.num_bytes / self._highest_rate))
         if count.needs_writing:
             await world.in_thread(count.write)
             await world.in_thread(count.read_others)
@@ -164,11 +175,11 @@ class Courtesy:
         return LOOK_S if self._rules.needs_sensors else CLOCK_S
 
     def _open_count(self) -> None:
-        """Begin to count, or go on with another cap."""
-        cap, zone, before = self._rules.traffic, self._rules.zone, self.count
+        """Begin to count, or go on with another cap. A cap that is lifted and set again finds what was used since."""
+        cap, zone, before = self._rules.traffic, self._rules.zone, self._counted
         if cap is None:
-            self.count = None
-        elif before is None:
-            self.count = TrafficCount(self._traffic_file, cap, zone)
+            return
+        if before is None:
+            self._counted = TrafficCount(self._traffic_file, cap, zone)
         else:
             before.cap, before.zone = cap, zone

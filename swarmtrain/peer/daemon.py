@@ -437,7 +437,8 @@ class PeerDaemon:
         if not self.options.metrics:
             return ""
         routes = peer_routes(observer.snapshot, self.events.cost)
-        door = await self._machine.serve_http(routes, self.options.metrics, "--metrics")
+        announced = self.options.metrics_announce.rpartition(":")[0]  # Prometheus asks under that name
+        door = await self._machine.serve_http(routes, self.options.metrics, "--metrics", known_as=announced)
         stack.push_async_callback(door.close)
         self._say_phase("metrics", f"http://{door.address}/metrics")
         return (self.options.metrics_announce or door.address)[:80]
@@ -465,7 +466,7 @@ class PeerDaemon:
         self._settings = merged
         up, down = merged.rates(self.options.max_up_bytes_per_s, self.options.max_down_bytes_per_s)
         limiter.change(up or None, down or None)
-        self.courtesy.change(merged.rules(self.courtesy.rules))
+        self.courtesy.change(merged.rules(self.options.courtesy))
 
     def _say_phase(self, phase: str, detail: str) -> None:
         self.events.emit(PhaseReached(phase, detail))

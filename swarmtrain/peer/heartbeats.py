@@ -241,6 +241,7 @@ class HeartbeatLoop:
         """Fetch the stage's state, if this peer is not at it already."""
         if self._peer.state not in (PeerState.JOINING, PeerState.SERVING):
             return
+        self._peer.become(PeerState.SYNCING)  # at once: its owner may pause it while the task below waits for its turn
         self._events.emit(PhaseReached("syncing", reason))
         self._assignment.syncs()
         stopping = asyncio.create_task(self._syncing.begin(), name="stop serving")

@@ -173,6 +173,9 @@ class StageJobs:
         everything = (*entries, *discarded)
         if any(entry.generation != self.generation for entry in everything) or step < self._first_open:
             raise StaleWork("the state has changed since these microbatches were taken")
+        if self.worker.begin_anew_if_spoilt(step):
+            for entry in everything:
+                entry.accumulated = False
         for entry in discarded:
             if entry.accumulated:
                 self._add_again(entry, step, sign=-1)

@@ -42,8 +42,7 @@ class Syncing:
         self.num_started_over = 0
 
     async def begin(self) -> None:
-        """serving or joining -> syncing: nothing of the current step counts any more."""
-        self._peer.become(PeerState.SYNCING)
+        """The peer has become syncing: nothing of the current step counts any more."""
         self._num_failures = 0
         self._advanced_at = asyncio.get_running_loop().time()
         await self._steps.forget()

@@ -150,6 +150,7 @@ class SimulatedMachine:
         option: str,
         note: Path | None = None,
         actions: Mapping[str, Action] | None = None,
+        known_as: str = "",
     ) -> Door:
         """See `Machine`. No server is started."""
         return _Closed()

@@ -18,6 +18,9 @@ from swarmtrain.courtesy.rules import Rules
 from swarmtrain.courtesy.sensors import MachineSensors, running_programs
 from swarmtrain.errors import HardwareError
 
+NOBODY = 2**31 - 1  # more than any system counts: of a process that has ended, or as the host of a container counts
+GAME = f"a-game-of-{os.getpid()}"  # other tests of this machine have their own
+
 
 class FakeLibrary:
     """libnvidia-ml with one GPU."""
@@ -99,7 +102,7 @@ def test_a_limit_of_a_gpu_that_says_nothing_is_refused_with_what_to_do(load: Any
 
 def test_other_processes_on_the_gpu_are_named_and_this_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    library = FakeLibrary([(os.getpid(), 1, 99), (os.getppid(), 1, 50)])
+    library = FakeLibrary([(os.getpid(), 1, 99), (os.getppid(), 1, 50), (NOBODY, 1, 90)])
     rules = Rules(yields_gpu=True, max_gpu_celsius=80.0)
     sensors = MachineSensors(0, lambda name: Nvml(name, loader(library)))
     sensors.check(rules)
@@ -136,15 +139,15 @@ def test_a_program_is_found_by_its_whole_name(
 
 
 def test_a_program_that_runs_here_is_seen_until_it_has_ended() -> None:
-    rules, sensors = Rules(programs=("a-game-of-this-test",)), MachineSensors(None)
+    rules, sensors = Rules(programs=(GAME,)), MachineSensors(None)
     assert sensors.look(rules).programs == ()
     command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
     with subprocess.Popen(
-        ["a-game-of-this-test", *command[1:]], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [GAME, *command[1:]], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as game:
         assert game.stdout is not None
         game.stdout.readline()
-        assert sensors.look(rules).programs == ("a-game-of-this-test",)
+        assert sensors.look(rules).programs == (GAME,)
         game.communicate()
     assert sensors.look(rules).programs == ()
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from swarmtrain.errors import DivergedError
-from swarmtrain.model.exact import Addition, ExactSum
+from swarmtrain.model import worker as worker_module
+from swarmtrain.model.exact import Addition, ExactSum, Removal
 from swarmtrain.model.tracing import LiveBytes
 from swarmtrain.model.worker import Pass, StageWorker
 
@@ -74,21 +75,16 @@ def test_a_gradient_that_cannot_be_added_leaves_the_sum_as_it_was(bad: float) ->
     worker, done, gradient = passes_of(chain, some_tokens(chain.manifest))[0]
     worker.backward_into_sum(worker.forward(done.tokens, None), gradient)
     before = worker.sum.total.clone()
-    added: list[int] = []
+    removed: list[int] = []
     embedding = worker.state.module.embedding.weight
     embedding.register_hook(lambda found: torch.full_like(found, bad))  # its gradient comes last
     with pytest.MonkeyPatch.context() as patch:
-        plain = Addition.cancel
-
-        def cancel(addition: Addition, gradients: dict[int, Tensor]) -> None:
-            added.extend(addition.added)
-            plain(addition, gradients)
-
-        patch.setattr(Addition, "cancel", cancel)
+        patch.setattr(worker_module, "Removal", lambda addition: removed.extend(addition.added) or Removal(addition))
         with pytest.raises(DivergedError):
             worker.backward_into_sum(worker.forward(done.tokens, None), gradient)
-    assert len(added) == len(worker.state.slots) - 1, "everything else was in the sum"
+    assert len(removed) == len(worker.state.slots) - 1, "everything else was in the sum"
     assert torch.equal(worker.sum.total, before)
+    assert not worker.begin_anew_if_spoilt(worker.state.step)
 
 
 def test_a_bad_gradient_for_upstream_leaves_the_sum_as_it_was() -> None:
@@ -127,5 +123,9 @@ def test_gradients_are_not_there_all_at_once() -> None:
             else:
                 worker.backward_into_sum(done, None)
         peaks.append(seen.peak)
+    done = worker.forward(tokens, None)
+    with LiveBytes() as seen:
+        worker.take_back(done, None, 0)
     assert peaks[0] > size
     assert peaks[1] < size / 3
+    assert seen.peak < size / 2, "nor when they are taken out again, with another forward"

@@ -279,3 +279,30 @@ def test_a_page_of_another_site_cannot_read_what_is_served_through_its_own_name(
         assert is_own or (b" 421 " in answer[:20] and b"hello" not in answer)
 
     serving(use)
+
+
+@pytest.mark.parametrize(
+    ("known_as", "host", "is_answered"),
+    [
+        ("*", "run.example.com:8081", True),
+        ("*", "127.0.0.1", True),
+        ("run.example.com", "RUN.example.com:8081", True),
+        ("run.example.com", "rebound.example.com", False),
+        ("", "run.example.com", False),
+    ],
+)
+def test_a_server_answers_under_the_names_that_it_was_given(known_as: str, host: str, *, is_answered: bool) -> None:
+    """The public page shows what everybody may see; Prometheus asks for metrics under the announced name."""
+
+    async def main() -> bytes:
+        server = HttpServer(ROUTES, known_as=known_as)
+        await server.start("127.0.0.1", 0)
+        try:
+            async with asyncio.timeout(30):
+                return await ask(server, f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        finally:
+            await server.close()
+
+    answer = asyncio.run(main())
+    assert (b" 200 " in answer[:20]) is is_answered
+    assert is_answered or (b" 421 " in answer[:20] and b"open it by its address" in answer)

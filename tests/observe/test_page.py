@@ -252,6 +252,11 @@ def test_the_public_page_shows_the_run_and_no_invite(browser: Browser, swarm: Sw
     assert browser.evaluate(FAULTS) == []
     for path in ("api/status", "api/events", "api/history", "api/checkpoints"):
         assert swarm.invite()[:20] not in get(public + path)[1]
+    named = {"Host": "run.example.com"}  # the name that its operator's network gives it, or that a hostile page made up
+    with urllib.request.urlopen(urllib.request.Request(public, headers=named), timeout=90) as answer:
+        assert answer.status == 200
+    with pytest.raises(urllib.error.HTTPError, match="421"):
+        urllib.request.urlopen(urllib.request.Request(page, headers=named), timeout=90)
     for path in ("metrics", "api/targets", "checkpoint", "healthz"):
         with pytest.raises(urllib.error.HTTPError):
             get(public + path)

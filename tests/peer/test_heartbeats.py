@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from swarmtrain.courtesy.rules import Rules
 from swarmtrain.observe.events import Events
 from swarmtrain.peer import heartbeats
 from swarmtrain.peer.assignment import Assignment, Departure
 from swarmtrain.peer.compute import ComputeThread
+from swarmtrain.peer.courtesy import Courtesy
 from swarmtrain.peer.heartbeats import Announcing, HeartbeatLoop
 from swarmtrain.peer.identity import PeerState
 from swarmtrain.peer.join import Syncing
@@ -185,6 +188,23 @@ def test_what_changes_while_a_sign_of_life_is_answered_is_told_at_once(
             assert await pauses.get()
             assert not await pauses.get()
             assert newcomer.signs[1:] == [("serving", 0), ("paused", 0)]
+
+    with_newcomer(manifest, main)
+
+
+def test_who_is_told_to_fetch_a_state_is_not_paused_on_the_way_there(manifest: Manifest) -> None:
+    """Its owner's rules apply in the very moment between the word and the task that follows it."""
+
+    async def main(newcomer: Newcomer) -> None:
+        await newcomer.hears(SERVE)
+        told = asyncio.create_task(newcomer.heartbeats._stop_serving("its state is wanting"))
+        courtesy = Courtesy(Rules(), cast(Any, None), Events(), Path())
+        while newcomer.peer.state is PeerState.SERVING:
+            courtesy.apply(newcomer.assignment)
+            await asyncio.sleep(0)
+            courtesy.ask(pause=newcomer.heartbeats._assignment._syncing_since > 0.0)
+        await told
+        assert newcomer.peer.state is PeerState.SYNCING
 
     with_newcomer(manifest, main)
 

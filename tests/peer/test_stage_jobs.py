@@ -14,6 +14,7 @@ from swarmtrain.codec.errors import NonFiniteTensor
 from swarmtrain.codec.policy import SendEstimate, is_critical
 from swarmtrain.model.activations import activations
 from swarmtrain.model.layout import plan_stages
+from swarmtrain.model.room import Room
 from swarmtrain.model.sizes import id_type
 from swarmtrain.model.state import StageState
 from swarmtrain.model.worker import StageWorker
@@ -116,6 +117,36 @@ def test_a_message_that_cannot_be_encoded_leaves_nothing_in_the_sum(
     assert added == [True], "it was in the sum by then"
     assert not jobs.worker.sum_of(0).total.any()
     assert not last.accumulated
+
+
+def test_a_sum_that_holds_a_part_of_a_microbatch_is_made_anew(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out in the middle of a backward, and once more when that is taken out again."""
+    wanted, jobs, last = jobs_of(manifest, 0), jobs_of(manifest, 0), jobs_of(manifest, 1)
+    run_chain(wanted, jobs_of(manifest, 1), manifest, [0, 1, 2])
+    entries = run_chain(jobs, last, manifest, [0, 1])
+    broken = Entry(0, 2, tokens(manifest, 2), b"")
+    payload = jobs.forward(broken, 0).payload
+    gradient = last.forward(Entry(0, 2, broken.tokens, payload), 0).payload
+    before, calls = jobs.worker.sum.total.clone(), [0]
+    plain = type(jobs.worker.state.room).for_sum
+
+    def for_sum(room: Room, gradient: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] > 3:
+            raise MemoryError
+        return plain(room, gradient)
+
+    monkeypatch.setattr(Room, "for_sum", for_sum)
+    with pytest.raises(MemoryError):
+        jobs.backward(broken, 0, gradient)
+    assert not torch.equal(jobs.worker.sum.total, before), "a part of it is in the sum"
+    monkeypatch.undo()
+    again = run_chain(jobs, last, manifest, [2])
+    share = jobs.reconciled_share([*entries, *again], {0, 1, 2}, 0)
+    assert torch.equal(share, wanted.worker.sum.total)
+    assert torch.equal(jobs.reconciled_share([*entries, *again], {0, 1, 2}, 0), share)
 
 
 def test_where_no_whole_graph_fits_the_inputs_of_layers_are_kept(manifest: Manifest) -> None:

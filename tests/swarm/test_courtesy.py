@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from .harness import PACE, Swarm, ask_daemon, until
 
 pytestmark = pytest.mark.swarm
 
-GAME = "a-game-of-this-test"
+GAME = f"a-game-of-process-{os.getpid()}"  # other tests of this machine have their own
 
 
 @contextmanager
