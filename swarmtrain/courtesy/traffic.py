@@ -2,7 +2,7 @@
 
 A month begins at midnight of the owner's day, as the bill of the line does. What is counted is what this program's
 links carry, and a share for the headers below them (as the rate caps do). The count is written each time it has grown
-by a thousandth of the cap: a crash loses at most that much of it.
+by a thousandth of the cap: a crash loses at most that much of it, or what an idle line carries between two looks.
 """
 
 from __future__ import annotations
