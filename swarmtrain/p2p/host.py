@@ -38,6 +38,7 @@ PORT_WAIT_S = 2.0  # how long a killed predecessor may hold our port
 CLOSE_WAIT_S = 3.0
 UP_S = 2.0  # a p2pd that does not answer IDENTIFY within this time counts as hung
 REDIAL_HEAD_START_S = 2.0  # a new p2pd knows no peers: dial the bootstrap peers before the restart is announced
+TROUBLE = (HostEventKind.P2PD_DIED, HostEventKind.RESTART_FAILED)
 RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -267,6 +268,7 @@ class Host:
             announce=options.announce,
             serve_relay=options.relay,
             port_mapping=options.port_mapping,
+            limits=options.p2pd_limits,
         )
 
     async def _launch(self) -> None:
@@ -296,7 +298,7 @@ class Host:
             assert self._p2pd is not None
             await self._p2pd.died.wait()
             self._ready.clear()
-            self._tell(HostEventKind.P2PD_DIED, f"p2pd ended with status {self._p2pd.exit_status}")
+            self._tell(HostEventKind.P2PD_DIED, self._p2pd.death)
             await self._p2pd.stop()
             await self._relaunch()
             redial = self._spawn(self._look_after(self._p2pd), "dial the bootstrap peers again")
@@ -388,7 +390,7 @@ class Host:
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _tell(self, kind: HostEventKind, detail: str) -> None:
-        logger.info("%s: %s", kind.value, detail)
+        logger.log(logging.WARNING if kind in TROUBLE else logging.INFO, "%s: %s", kind.value, detail)
         for callback in self._subscribers:
             callback(HostEvent(kind, detail))
 

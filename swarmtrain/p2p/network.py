@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 from swarmtrain.p2p.addresses import Address, group_by_peer
+from swarmtrain.p2p.confinement import P2pdLimits
 from swarmtrain.p2p.dialing import Probe, connect_once
 from swarmtrain.p2p.errors import HostOptionsError
 from swarmtrain.p2p.identity import Identity
@@ -170,6 +171,7 @@ class HostOptions:
     max_incoming_streams: int = 4096
     max_incoming_streams_per_peer: int = 64
     p2pd_binary: Path | None = None
+    p2pd_limits: P2pdLimits = field(default_factory=P2pdLimits)
     probe: Probe = connect_once
 
     @property

@@ -12,11 +12,12 @@ import os
 import signal
 import sys
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from swarmtrain.p2p.addresses import Address, peer_id_from_bytes, peer_id_to_bytes, unix_address_bytes
+from swarmtrain.p2p.confinement import CANNOT_RUN, MIB, P2pdLimits, confined, needed_capabilities
 from swarmtrain.p2p.errors import (
     AddressError,
     AddressInUseError,
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 IDLE_TIMEOUT_S = 20  # how long p2pd lives without a persistent connection; longer than a start on a busy machine
 STOP_DEADLINE_S = 3.0
 MAX_LINE_CHARACTERS = 2000
+DYING_WORDS = ("fatal error: ", "panic: ", "runtime: out of memory")  # what Go's runtime says before a long dump
+NO_MEMORY = ("out of memory", "cannot allocate memory", "failed to create new OS thread")
 # libp2p's connection manager closes connections even with busy streams, so its limits are far above what a peer needs.
 CONNECTIONS_LOW, CONNECTIONS_HIGH = 4096, 8192
 # p2pd's defaults are too small: 16 circuits per peer, each cut after 4 GiB or half an hour, with 2 x 16 MiB of buffers.
@@ -59,6 +62,12 @@ class P2pdOptions:
     announce: tuple[str, ...] = ()
     serve_relay: bool = False
     port_mapping: bool = False
+    limits: P2pdLimits = field(default_factory=P2pdLimits)
+
+    def confined_command_line(self) -> list[str]:
+        """The arguments that start p2pd with its limits and without privileges."""
+        listen = tuple(Address.parse(text) for text in self.listen)
+        return confined(self.command_line(), self.limits, needed_capabilities(listen, self.control_path.parent))
 
     def command_line(self) -> list[str]:
         """The arguments that start p2pd.
@@ -110,6 +119,7 @@ class P2pd:
         self.died = asyncio.Event()
         self._process = process
         self._last_lines: deque[str] = deque(maxlen=20)
+        self._last_words = ""
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._calls: P2pdCalls | None = None
         self._reader = asyncio.create_task(self._read_output(), name="p2pd output")
@@ -149,6 +159,12 @@ class P2pd:
     def exit_status(self) -> int | None:
         """p2pd's exit status once it has ended (negative: the signal that ended it)."""
         return self._process.returncode
+
+    @property
+    def death(self) -> str:
+        """How p2pd ended, for people, once it has."""
+        status = f"p2pd ended with status {self.exit_status}"
+        return f"{status}: {self._last_words}" if self._last_words else status
 
     async def stop(self) -> None:
         """End p2pd: SIGTERM, then SIGKILL after STOP_DEADLINE_S. Returns when the process has ended."""
@@ -277,22 +293,33 @@ class P2pd:
             return
         self._last_lines.append(line)
         logger.debug("p2pd: %s", line)
+        if not self._last_words and line.startswith(DYING_WORDS):
+            self._last_words = self._explained(line)
         if line.startswith("Peer ID:") and not self._ready.done():
             self._ready.set_result(None)
 
+    def _explained(self, line: str) -> str:
+        if not any(sign in line for sign in NO_MEMORY):
+            return one_line(line)
+        return f"it needed more than the {self.options.limits.memory_bytes // MIB} MiB of memory that it may have"
+
     def _reason(self) -> str:
+        if self._last_words:
+            return self._last_words
         said = [line for line in self._last_lines if not line.startswith("goroutine")]
         return said[-1] if said else f"exit status {self._process.returncode}, without any output"
 
     def _start_error(self) -> Exception:
         reason = self._reason()
+        if self._process.returncode == CANNOT_RUN:
+            return P2pdUnusableError(self.options.binary, reason)
         if "address already in use" in reason and "listen tcp" in reason:
             return AddressInUseError(reason.split("listen tcp", 1)[1].lstrip("46 ").split(": bind")[0])
         return P2pdFailedError(reason)
 
 
 async def _spawn(options: P2pdOptions) -> asyncio.subprocess.Process:
-    environment = {**os.environ, "GOLOG_LOG_FMT": "json"}
+    environment = {**os.environ, "GOLOG_LOG_FMT": "json", **options.limits.environment()}
     environment.setdefault("GOLOG_LOG_LEVEL", "error")
     if options.serve_relay:
         environment["GOMAXPROCS"] = "1"  # see the race in relay.py; one core relays about 350 MiB/s
@@ -300,7 +327,7 @@ async def _spawn(options: P2pdOptions) -> asyncio.subprocess.Process:
         raise P2pdUnusableError(options.binary, reason)
     try:
         return await asyncio.create_subprocess_exec(
-            *options.command_line(),
+            *options.confined_command_line(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
