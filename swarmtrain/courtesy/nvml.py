@@ -14,11 +14,17 @@ LIBRARIES = ("libnvidia-ml.so.1", "libnvidia-ml.so", "nvml.dll")
 MAX_SAMPLES = 1024  # processes; more are not looked at
 BUSY_PERCENT = 10  # of the GPU's multiprocessors, below which a desktop's own drawing stays
 _SUCCESS = 0
+_NOT_FOUND = 6  # no process has used the GPU since then
 _TEMPERATURE_GPU = 0
 
 
 class NvmlError(Exception):
     """A call failed."""
+
+    def __init__(self, text: str, code: int | None = None) -> None:
+        """`code` is the library's; None: it was not asked."""
+        super().__init__(text)
+        self.code = code
 
 
 class _Sample(ctypes.Structure):
@@ -40,7 +46,7 @@ class GpuFacts:
 
     celsius: float | None
     watts: float | None
-    busy_pids: tuple[int, ...]  # processes that computed or drew since the last look
+    busy_pids: tuple[int, ...] | None  # processes that computed or drew since the last look
 
 
 class GpuSensor(Protocol):
@@ -81,14 +87,14 @@ class Nvml:
             return None  # laptops and older cards do not measure everything
         return float(value.value)
 
-    def _busy_pids(self) -> tuple[int, ...]:
-        """By samples of the driver since the last look."""
+    def _busy_pids(self) -> tuple[int, ...] | None:
+        """By samples of the driver since the last look; None where it takes none, as in WSL."""
         count = ctypes.c_uint(MAX_SAMPLES)
         samples = (_Sample * MAX_SAMPLES)()
         try:
             self._call("nvmlDeviceGetProcessUtilization", self._device, samples, ctypes.byref(count), self._seen_until)
-        except NvmlError:
-            return ()
+        except NvmlError as error:
+            return () if error.code == _NOT_FOUND else None
         found = samples[: min(count.value, MAX_SAMPLES)]
         self._seen_until = ctypes.c_ulonglong(max([self._seen_until.value, *(sample.timestamp for sample in found)]))
         return tuple(sorted({sample.pid for sample in found if sample.sm >= BUSY_PERCENT}))
@@ -99,7 +105,7 @@ class Nvml:
         except AttributeError as error:
             raise NvmlError(f"this driver has no {name}") from error
         if code != _SUCCESS:
-            raise NvmlError(f"{name} failed with code {code}")
+            raise NvmlError(f"{name} failed with code {code}", code)
 
 
 def physical_gpu(index: int, mask: str | None) -> int | str:

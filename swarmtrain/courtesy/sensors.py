@@ -51,6 +51,14 @@ class MachineSensors:
                 f"the GPU does not say how warm it is or who uses it: {error}",
                 fix="leave out the limits of the GPU, or install NVIDIA's driver",
             ) from error
+        facts = self._gpu.look()
+        for option, is_wanted, is_told in (
+            ("--max-gpu-temperature", rules.max_gpu_celsius > 0, facts.celsius is not None),
+            ("--max-gpu-power", rules.max_gpu_watts > 0, facts.watts is not None),
+            ("--yield-gpu", rules.yields_gpu, facts.busy_pids is not None),
+        ):
+            if is_wanted and not is_told:
+                raise HardwareError(f"this GPU's driver does not say what {option} asks", fix=f"leave out {option}")
 
     def look(self, rules: Rules) -> Seen:
         """See `Sensors`."""
@@ -59,7 +67,7 @@ class MachineSensors:
             others_cpu=self._others_cpu() if rules.idle_s else None,
             input_idle_s=_input_idle_s() if rules.idle_s else None,
             programs=running_programs(rules.programs, _process_names()) if rules.programs else (),
-            gpu_users=self._others(gpu.busy_pids) if gpu is not None and rules.yields_gpu else (),
+            gpu_users=self._others(gpu.busy_pids or ()) if gpu is not None and rules.yields_gpu else (),
             gpu_celsius=gpu.celsius if gpu is not None else None,
             gpu_watts=gpu.watts if gpu is not None else None,
         )

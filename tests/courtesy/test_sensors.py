@@ -80,7 +80,12 @@ def test_a_gpu_says_how_warm_it_is_what_it_draws_and_who_uses_it() -> None:
 
 def test_what_a_card_does_not_measure_is_unknown() -> None:
     library = FakeLibrary([], without=("nvmlDeviceGetPowerUsage", "nvmlDeviceGetProcessUtilization"))
-    assert Nvml(0, loader(library)).look() == GpuFacts(71.0, None, ())
+    assert Nvml(0, loader(library)).look() == GpuFacts(71.0, None, None)
+    sensors = MachineSensors(0, lambda name: Nvml(name, loader(library)))
+    sensors.check(Rules(max_gpu_celsius=80.0))
+    for rules, option in ((Rules(max_gpu_watts=200.0), "--max-gpu-power"), (Rules(yields_gpu=True), "--yield-gpu")):
+        with pytest.raises(HardwareError, match=option):  # it would never pause, and nobody would know
+            sensors.check(rules)
 
 
 def missing(name: str) -> Any:
@@ -105,7 +110,8 @@ def test_other_processes_on_the_gpu_are_named_and_this_one_is_not(monkeypatch: p
     library = FakeLibrary([(os.getpid(), 1, 99), (os.getppid(), 1, 50), (NOBODY, 1, 90)])
     rules = Rules(yields_gpu=True, max_gpu_celsius=80.0)
     sensors = MachineSensors(0, lambda name: Nvml(name, loader(library)))
-    sensors.check(rules)
+    sensors.check(rules)  # what was before does not count
+    library.processes = [(pid, 2, percent) for pid, _, percent in library.processes]
     seen = sensors.look(rules)
     assert len(seen.gpu_users) == 1
     assert (seen.gpu_celsius, seen.gpu_watts) == (71.0, 182.5)
