@@ -166,7 +166,9 @@ class Callee:
     def _claim_place(self, call: IncomingCall) -> RefusalCode | None:
         if self.is_closing:
             return RefusalCode.CLOSING
-        if len(self._calls) >= self._link.options.max_inbound_calls or not self._link.shared.tasks.try_claim():
+        if len(self._calls) >= self._link.options.max_inbound_calls:
+            return RefusalCode.BUSY
+        if not self._link.shared.tasks.try_claim(call.peer_id):
             return RefusalCode.BUSY
         call.has_place = True
         return None
@@ -269,7 +271,7 @@ class Callee:
         call.close()
         if call.has_place:
             call.has_place = False
-            self._link.shared.tasks.unclaim()
+            self._link.shared.tasks.unclaim(call.peer_id)
         self._calls.pop(call.call_id, None)
         self._link.call_ended()
 
@@ -312,7 +314,7 @@ async def call_locally(
     """As `Link.call`, within this process. As over a link, the handler goes on if the caller leaves."""
     loop = asyncio.get_running_loop()
     item = registry.loop_back(encode(request))
-    if not tasks.try_claim():
+    if not tasks.try_claim(peer_id):
         raise CallRefused(RefusalCode.BUSY, retry_after_s=0.25)
     exchange = LocalExchange(peer_id, loop.time() + deadline_s, registry, on_progress)
     answer: asyncio.Future[Message] = loop.create_future()
@@ -351,7 +353,7 @@ async def _run(
         _log.exception("handler of a call from this peer itself failed")
         error = CallRefused(RefusalCode.INTERNAL, type(failure).__name__)
     finally:
-        tasks.unclaim()
+        tasks.unclaim(exchange.peer_id)
     _settle(answer, error)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ from swarmtrain.wire.limits import Priority
 BURST_S = 0.2  # how much unused rate may accumulate: makes up for late timers
 HEADERS = 0.05  # overhead of TCP, IP and encryption relative to the bytes that this program counts; the cap includes it
 LOW_SHARE = 16  # one grant in LOW_SHARE goes to the least urgent priority, so that none starves
+FREE_SHARE = 8
+LEAST_PLACES = 8  # what a peer that trains needs at once
 _GRANT_S = 0.05  # at low rates a grant covers this much time, so that control frames do not wait long
 _MIN_GRANT_BYTES = 2048
 Schedule = Callable[[float, Callable[[], None]], "Cancellable"]
@@ -293,11 +296,17 @@ class Budget:
 
 
 class HandlerTasks:
-    """The tasks in which handlers run. They outlive their links: losing the caller does not cancel the work."""
+    """The tasks in which handlers run. They outlive their links: losing the caller does not cancel the work.
+
+    While half of the places are free anybody gets one. After that an identity, over all its links, may hold as many as
+    one in FREE_SHARE of those that are free, and LEAST_PLACES in any case: a few that take all they can get leave
+    places to all others.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._num_claimed = 0
+        self._held: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -305,16 +314,26 @@ class HandlerTasks:
         """Tasks that have not ended."""
         return len(self._tasks)
 
-    def try_claim(self) -> bool:
-        """Claim a slot; False if all are taken. `unclaim` returns it."""
-        if self._num_claimed >= self._limit:
+    @property
+    def num_free(self) -> int:
+        """Places that nobody has claimed."""
+        return self._limit - self._num_claimed
+
+    def try_claim(self, peer_id: str) -> bool:
+        """Claim a place for a request of `peer_id`; False if it may have none now. `unclaim` returns it."""
+        is_crowded = self._num_claimed >= self._limit // 2
+        if self.num_free <= 0 or (is_crowded and self._held[peer_id] >= max(LEAST_PLACES, self.num_free // FREE_SHARE)):
             return False
         self._num_claimed += 1
+        self._held[peer_id] += 1
         return True
 
-    def unclaim(self) -> None:
-        """Return a slot."""
+    def unclaim(self, peer_id: str) -> None:
+        """Return a place."""
         self._num_claimed -= 1
+        self._held[peer_id] -= 1
+        if not self._held[peer_id]:
+            del self._held[peer_id]
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `coroutine` in a task that is kept until it ends."""

@@ -64,7 +64,7 @@ class NodeOptions:
     dial: DialOptions = field(default_factory=DialOptions)
     idle_s: float = 300.0  # a link without calls for this long is closed
     max_incoming_per_peer: int = 4  # old links of a peer that dials again may not have ended yet
-    max_inbound_calls: int = 4096  # over all links; further requests get BUSY
+    max_inbound_calls: int = 4096  # over all links (see `HandlerTasks`); further requests get BUSY
     inbound_bytes: int = 512 * MIB  # over all links: for requests and, separately, for answers
 
 

@@ -46,6 +46,26 @@ def test_requests_that_begin_and_never_end_are_dropped_in_seconds(simulated: Mak
     assert_reference(swarm, references)
 
 
+def test_four_identities_with_all_the_links_they_may_have_leave_places_to_others(
+    simulated: Make, references: References
+) -> None:
+    """Each begins 1,024 requests: together as many as a daemon has places."""
+    swarm, peers = training(simulated)
+    hold(peers[2])
+    node = peers[1].daemon.assignment.peer.node
+    strangers = [Stranger(swarm, f"mallory{number}") for number in range(4)]
+    for mallory in strangers:
+        for stream in [mallory.stream_to(peers[1]) for _ in range(node.options.max_incoming_per_peer)]:
+            for number in range(node.options.link.max_inbound_calls):
+                stream.write(pack_start(FrameType.REQUEST, 2 * number + 1, Start("work", 1, 2**32 - 1)))
+    limit = node.options.max_inbound_calls
+    swarm.until(lambda: node._shared.tasks.num_free < limit / 2, "they have more than half of the places")
+    swarm.run_for(5.0)
+    assert limit / 4 < node._shared.tasks.num_free < limit / 2
+    release(peers[2])
+    assert_reference(swarm, references)
+
+
 def test_a_state_that_a_peer_says_it_has_without_having_prepared_is_no_vote(
     simulated: Make, references: References
 ) -> None:
