@@ -210,6 +210,9 @@ class Dispatcher:
         try:
             call = self._node.call(peer_id, request, ends_at - started, progress, expect=Done)
             done = await watch.run(call)
+            if not done.route or done.route[0].peer_id != peer_id:
+                # It would have another peer answer for what it did, and this one keep a stranger's signature.
+                raise ValueError("an answer whose route does not begin with the peer that gives it")
             await check(done)
         except CallRefused as refused:
             self._refused(peer_id, refused)

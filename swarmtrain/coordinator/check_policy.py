@@ -80,7 +80,7 @@ class Made:
         for index, (one, another) in enumerate(zip(self.seals, other.seals, strict=True)):
             if one.made != another.made:
                 return index
-        return -1 if self.share and other.share and self.share != other.share else None
+        return -1 if self.share != other.share else None  # also if one of them says nothing of its sum
 
 
 class Finding(StrEnum):

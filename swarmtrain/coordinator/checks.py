@@ -33,13 +33,15 @@ from swarmtrain.coordinator.check_policy import (
     what_differs,
 )
 from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.lacking import withdraw
 from swarmtrain.coordinator.members import Member
 from swarmtrain.coordinator.prepare import PreparedStage
+from swarmtrain.coordinator.strikes import Offence
 from swarmtrain.errors import UsageError
 from swarmtrain.model.sizes import id_type
 from swarmtrain.observe.events import CheckUndecided, WorkBegunAnew, called
 from swarmtrain.p2p.errors import HostDownError, NetError
-from swarmtrain.rpc.errors import CallRefused
+from swarmtrain.rpc.errors import CallTimeout, LinkClosed
 from swarmtrain.units import MIB
 from swarmtrain.wire.messages import MAX_CHECKED, Case, Check, Checked, FetchProof, FetchSeals, Proof, Seals, Way
 from swarmtrain.wire.schema import Message
@@ -53,7 +55,8 @@ CHECK_S = 30.0  # a checker has so long, and some of its own times for both pass
 CHECK_FACTOR = 4.0
 MAX_CHECK_S = 120.0  # after that the step is decided without its answer
 MAX_AT_ONCE = 64  # calls
-MAX_STRANGERS = 3  # steps; a coordinator that was restarted does not know who died before
+MAX_OF_ONE = 2  # checks that one peer is asked for at once: the time of a check does not count what waits before it
+MAX_STRANGERS = 3  # rounds of steps; a coordinator that was restarted does not know who died before
 MAX_SETTLED = 64  # disputes between neighbours, at once
 MAX_TOKEN_BYTES = 16 * MIB
 
@@ -83,7 +86,11 @@ class Checks:
         self._drawn_sums: set[tuple[int, PeerKey, str]] = set()
         self._liars: list[Liar] = []
         self._places = asyncio.Semaphore(MAX_AT_ONCE)
-        self._strangers: dict[str, set[int]] = {}  # by receiver: the steps in which somebody unknown signed its tensors
+        # By receiver: steps and rounds in which somebody unknown signed its tensors, or somebody who is not the sender.
+        self._strangers: dict[str, set[tuple[int, int]]] = {}
+        self._unsent: set[tuple[str, int]] = set()  # receiver and round, of this step
+        self._classes: dict[PeerKey, str] = {}  # of those that have sealed: one that leaves is checked all the same
+        self._asked: dict[str, asyncio.Semaphore] = {}  # by checker
         self.odd: set[str] = set()  # peers that are checked more
 
     @property
@@ -118,8 +125,9 @@ class Checks:
     def _enter(self, step: int) -> None:
         if step != self._step:
             self._step = step
-            for memory in (self._seals, self._drawn, self._drawn_sums, self._liars):
+            for memory in (self._seals, self._drawn, self._drawn_sums, self._liars, self._unsent, self._classes):
                 memory.clear()
+            self._asked.clear()
 
     async def _look(self, step: int, books: StepBooks, rosters: Rosters) -> bool:
         """Have what is new in these rosters sealed, then check some of it. False if a peer was lost over it."""
@@ -151,25 +159,41 @@ class Checks:
             answer = await self._call(key[0], request, SEAL_S)
             if not isinstance(answer, Seals):
                 raise ValueError(f"answered {answer.wire.kind}")
-            found, losses = unpacked(answer.seals, len(microbatches)), _losses(answer, stage, books)
+            found = unpacked(answer.seals, len(microbatches))
+            losses = _losses(answer, found) if stage == books.num_stages - 1 else []
         except HostDownError:
             return False
         except (NetError, ValueError) as error:
-            others = [peer for peer in servers(context.members, stage, context.step) if peer.key != key]
-            if others:
-                await context.lose(member, f"it does not say what it did in step {step + 1}: {error}", must_sync=True)
-            context.checks.unanswered += not others
-            return not others
-        is_whole = True
+            is_lost = await self._says_nothing(step, member, error)
+            context.checks.unanswered += not is_lost
+            return not is_lost
+        self._classes.setdefault(key, member.numeric_class)
+        absent = []
         for index, (microbatch, round) in enumerate(zip(microbatches, rounds, strict=True)):
+            if round != books.round_of(microbatch):
+                continue
             if found[index] == ABSENT:
-                books.withdraw(stage, [microbatch], key)
-                is_whole = False
-            elif round == books.round_of(microbatch):
-                self._seals[stage, microbatch, round, key] = found[index]
-                if losses and found[index].sent == sealed_loss(losses[index]):
-                    books.losses[microbatch] = losses[index]
-        return is_whole
+                absent.append(microbatch)
+                continue
+            self._seals[stage, microbatch, round, key] = found[index]
+            if losses:
+                books.losses[microbatch] = losses[index]
+        if absent:
+            await withdraw(context, books, stage, member, absent)
+        return not absent
+
+    async def _says_nothing(self, step: int, member: Member, error: Exception) -> bool:
+        """A peer does not say what it did, or shows no proof: it is lost. False if it alone has its stage.
+
+        This is held against it, unless its link broke: otherwise it could hold up every step for as long as it likes.
+        """
+        context = self._context
+        if not any(peer.key != member.key for peer in servers(context.members, member.stage, context.step)):
+            return False
+        if not isinstance(error, LinkClosed):
+            await context.strike(member, Offence.IMPOSSIBLE if isinstance(error, ValueError) else Offence.UNSEALED)
+        await context.lose(member, f"it does not say what it did in step {step + 1}: {error}", must_sync=True)
+        return True
 
     def _broken(self, step: int, books: StepBooks, rosters: Rosters) -> dict[int, list[Break]]:
         """Microbatches whose seals do not meet, and where; nowhere, if only the loss is another one."""
@@ -214,23 +238,36 @@ class Checks:
         request = FetchProof(context.run_id, context.term, at, step, microbatch, where.way)
         try:
             proof = await self._call(receiver[0], request, SEAL_S)
-        except CallRefused:
-            proof = Proof("", b"")
-        except NetError:
+            if not isinstance(proof, Proof):
+                raise ValueError(f"answered {proof.wire.kind}")
+        except HostDownError:
             return None
-        if not isinstance(proof, Proof):
-            proof = Proof("", b"")
+        except (NetError, ValueError) as error:  # it may be leaving, or fetching another state: no proof of a lie
+            member = context.members.get(receiver[0])
+            if member is not None and member.key == receiver:
+                await self._says_nothing(step, member, error)
+            return None
         what = f"{'output' if is_forward else 'gradient'} for microbatch {microbatch}"
         if not parcel.is_signed(proof.signer, proof.signature):
             return Liar(receiver, f"nobody has signed the {what} that it says it received in step {step + 1}")
         if proof.signer == sender[0]:
             return Liar(sender, f"it has signed another {what} in step {step + 1} than it says it sent")
         if context.members.was_heard(proof.signer) or context.tally.contributed[proof.signer]:
+            await self._strike_both(receiver[0], proof.signer, round)
             return None  # from a peer that is gone
-        steps = self._strangers.setdefault(receiver[0], set())  # anybody can make a key, and sign with it
-        steps.add(step)
-        is_usual = len(steps) >= MAX_STRANGERS
+        turns = self._strangers.setdefault(receiver[0], set())  # anybody can make a key, and sign with it
+        turns.add((step, round))
+        is_usual = len(turns) >= MAX_STRANGERS
         return Liar(receiver, f"strangers have signed the {what} in step {step + 1}") if is_usual else None
+
+    async def _strike_both(self, receiver: str, signer: str, round: int) -> None:
+        """What a third peer has signed may be honest, or made up by two together: once is nothing, in every round it is
+        held against both, or the step would never end."""
+        for peer_id in (receiver, signer):
+            member = self._context.members.get(peer_id)
+            if member is not None and (peer_id, round) not in self._unsent:
+                self._unsent.add((peer_id, round))
+                await self._context.strike(member, Offence.UNSENT)
 
     # -- draws
 
@@ -321,16 +358,14 @@ class Checks:
     def _checkers(self, step: int, work: Work) -> list[Member]:
         """Other peers of the stage that compute the same bits, in a random order; not those found to lie."""
         context = self._context
-        checked = context.members.get(work.member[0])
-        if checked is None:
+        numeric_class = self._classes.get(work.member)
+        if numeric_class is None:
             return []
         liars = {liar.member for liar in self._liars}
         found = [
             member
             for member in servers(context.members, work.stage, step)
-            if member.peer_id != work.member[0]
-            and member.key not in liars
-            and member.numeric_class == checked.numeric_class
+            if member.peer_id != work.member[0] and member.key not in liars and member.numeric_class == numeric_class
         ]
         self._rng.shuffle(found)
         return found
@@ -362,13 +397,18 @@ class Checks:
     async def _first_answer(self, checkers: Sequence[Member], request: Check) -> tuple[Member, Made] | None:
         """The first of these peers that does it, and what it has computed."""
         for member in checkers[:2]:
+            if not self._context.is_there(member):
+                continue
             service_s = (member.report.forward_ms + member.report.backward_ms) / 1000
             limit_s = min(MAX_CHECK_S, CHECK_S + CHECK_FACTOR * service_s * len(request.cases))
             try:
-                answer = await self._call(member.peer_id, request, limit_s)
+                async with self._asked.setdefault(member.peer_id, asyncio.Semaphore(MAX_OF_ONE)):
+                    answer = await self._call(member.peer_id, request, limit_s)
                 if isinstance(answer, Checked) and bool(answer.share) == request.adds_up:
                     return member, Made(tuple(unpacked(answer.seals, len(request.cases))), answer.share)
             except (NetError, ValueError) as error:
+                if isinstance(error, CallTimeout):
+                    await self._context.strike(member, Offence.UNCHECKING)
                 log.info("%s did not check step %d: %s", member.peer_id[-8:], request.step, error)
         return None
 
@@ -414,11 +454,14 @@ class Checks:
         return [task.result() for task in tasks]
 
 
-def _losses(answer: Seals, stage: int, books: StepBooks) -> list[float]:
-    """The last stage's losses, one for each seal; ValueError for what cannot be losses."""
-    if stage != books.num_stages - 1:
-        return []
+def _losses(answer: Seals, seals: Sequence[Seal]) -> list[float]:
+    """The last stage's losses, one for each seal; ValueError for others than it has sealed."""
     found: list[float] = np.frombuffer(answer.losses, dtype="<f8").tolist()
+    if len(found) != len(seals):
+        raise ValueError(f"{len(found)} losses for {len(seals)} microbatches")
     if not all(map(math.isfinite, found)):
         raise ValueError("a loss that is not finite")
+    pairs = zip(seals, found, strict=True)
+    if any(item != ABSENT and item.sent != sealed_loss(loss) for item, loss in pairs):
+        raise ValueError("a loss that it has not sealed")
     return found

@@ -100,8 +100,9 @@ class Owners:
                 OwnerDisowned(step + 1, first.stage, owner, peer_name=self._context.members.name(owner))
             )
         self._context.checks.disowned += len(odd)
-        self._drawn.discard((step, first.stage))  # without them it is looked at again
-        return False
+        if odd:
+            self._drawn.discard((step, first.stage))  # without them it is looked at again
+        return False  # if nobody is odd, who sends shares may change them each time: a step must not hang on that
 
 
 def added(stage: PreparedStage) -> Added | None:

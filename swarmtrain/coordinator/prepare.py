@@ -15,6 +15,7 @@ from swarmtrain.coordinator.attempt_watch import SILENT_S, AttemptWatch, Pace
 from swarmtrain.coordinator.blame import Blame, Known, Reply, accusations, sum_of
 from swarmtrain.coordinator.books import StepBooks
 from swarmtrain.coordinator.context import RunContext
+from swarmtrain.coordinator.lacking import withdraw
 from swarmtrain.coordinator.members import Member, believable
 from swarmtrain.coordinator.strikes import Offence
 from swarmtrain.model.buffers import StateLayout
@@ -332,8 +333,7 @@ class Preparer:
     async def _lacks(self, books: StepBooks, request: Prepare, side: _Side, member: Member, missing: bytes) -> None:
         """A member says that it lacks microbatches: they are computed again.
 
-        Only those count that the roster says it answers for. It may be right: a route is what the peers before it say.
-        So the peer that gave it the microbatch is in the dispute, and of the two the one with more of them is at fault.
+        Only those count that the roster says it answers for.
         """
         context, own = self._context, set(side.shares.get(member.key, ()))
         lacks = set(np.frombuffer(missing[: len(missing) // 4 * 4], dtype="<u4").tolist())
@@ -341,16 +341,7 @@ class Preparer:
             await context.strike(member, Offence.IMPOSSIBLE)
             await context.lose(member, "it lacks microbatches that nobody has asked it for", must_sync=True)
             return
-        at_fault = member
-        for microbatch in sorted(lacks) if request.stage else ():
-            giver = books.holder(request.stage - 1, microbatch)
-            upstream = context.members.get(giver.peer_id) if giver is not None else None
-            if upstream is not None and upstream.peer_id != member.peer_id:
-                context.strikes.disputed(member.peer_id, upstream.peer_id)
-                if context.strikes.num_disputes(upstream.peer_id) > context.strikes.num_disputes(at_fault.peer_id):
-                    at_fault = upstream
-        books.withdraw(request.stage, sorted(lacks), member.key)
-        await context.strike(at_fault, Offence.FALSE_MISSING)
+        await withdraw(context, books, request.stage, member, lacks)
 
     async def _correct(self, books: StepBooks, request: Prepare, side: _Side, answers: Sequence[Reply]) -> None:
         """Correct books and members for another attempt."""

@@ -76,7 +76,9 @@ class StepDriver:
                 continue
             if not self._checks.is_on:
                 return prepared
-            if (confirmed := await self._confirmed(step, books, prepared)) is not None:
+            confirmed = await self._confirmed(step, books, prepared)
+            # Checks take their time, in which all peers that hold a sum may have gone.
+            if confirmed is not None and await self._are_held(confirmed):
                 return confirmed
 
     async def _confirmed(

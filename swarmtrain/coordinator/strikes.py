@@ -32,6 +32,9 @@ class Offence(Enum):
     DIFFERENT = "its sum differs from that of its stage", 1.5
     REFUSED_PREPARE = "it refuses to reduce", 0.5
     REFUSED_APPLY = "it does not apply what it has prepared", 1.0
+    UNSEALED = "it does not say what it did in a step", 1.5
+    UNSENT = "what it says it has sent or received is not what its neighbour says", 1.0
+    UNCHECKING = "it does not answer when it is asked to check others", 1.0
     DISPUTED_DIVERGENCE = "it says that training diverged, and others have done the same work", 1.5
 
     def __init__(self, text: str, weight: float) -> None:

@@ -89,6 +89,15 @@ def lie_in_sum(life: Life, change: Change) -> None:
     jobs.reconciled_share = lambda *given: honest(*given).mul(1.25)
 
 
+def hide_sum(life: Life) -> None:
+    """It does not say what its own part of a sum is."""
+
+    async def nothing(share: Tensor) -> str:
+        return ""
+
+    life.daemon.assignment.stage.share_digest = nothing  # type: ignore[method-assign]
+
+
 def start_with(swarm: SimulatedSwarm, stages: list[int], liars: dict[str, Callable[[Life], None]]) -> None:
     """A coordinator and peers; before the first step those named in `liars` begin to lie."""
     swarm.start_coordinator(min_peers=len(stages) + 1)

@@ -80,7 +80,13 @@ class FakeNode:
         answer = self._answers[peer_id]
         if isinstance(answer, Exception):
             raise answer
-        return answer(work, on_progress)
+        done = answer(work, on_progress)
+        return replace(done, route=good_of(peer_id).route) if done.route is DONE.route else done
+
+
+def good_of(peer_id: str) -> Done:
+    """The good answer, as this peer gives it."""
+    return replace(DONE, route=(Hop(2, peer_id, "life"), *DONE.route[1:]))
 
 
 def good(work: Work, on_progress: Any) -> Done:
@@ -108,7 +114,8 @@ async def accept(done: Done) -> None:
 
 
 def but_for_waits(done: Done) -> Done:
-    return replace(done, waited_s=0.0)
+    """The same, as if it had come at once, from whom it came."""
+    return replace(done, waited_s=0.0, route=DONE.route)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +132,7 @@ def but_for_waits(done: Done) -> Done:
 def test_a_failed_call_is_repeated_elsewhere_with_the_same_bytes(failure: Exception) -> None:
     async def main() -> None:
         dispatcher, node, _ = dispatch({"a": failure, "b": good})
-        assert await dispatcher.call(WORK, deadline_s=10, check=accept) == DONE
+        assert but_for_waits(await dispatcher.call(WORK, deadline_s=10, check=accept)) == DONE
         assert [peer for peer, _ in node.calls] == ["a", "b"]
         assert node.calls[0][1] == node.calls[1][1] == WORK
         assert sum(dispatcher.counters.rerouted.values()) == 1
@@ -183,7 +190,7 @@ def test_what_went_by_at_a_giver_was_waited_and_nobody_has_waited_longer_than_it
             took_s.append(loop.time() - began)
             if is_stolen and peer == "a":
                 raise redirected("b")
-            return replace(DONE, waited_s=min(waited * took_s[-1], 1e9))
+            return replace(good_of(peer), waited_s=min(waited * took_s[-1], 1e9))
 
         node.call = call  # type: ignore[method-assign]
         began = loop.time()
@@ -310,7 +317,7 @@ def test_an_answer_that_cannot_be_right_is_asked_for_elsewhere() -> None:
             if done is bad:
                 raise ValueError("no")
 
-        assert await dispatcher.call(WORK, deadline_s=10, check=check) == DONE
+        assert but_for_waits(await dispatcher.call(WORK, deadline_s=10, check=check)) == DONE
         assert ("failed", "a") in neighbours.router.told
         assert [peer for peer, _ in node.calls] == ["a", "b"]
 
@@ -374,6 +381,22 @@ def test_hints_lead_to_who_has_it_and_progress_makes_new_hints() -> None:
         assert [peer for peer, _ in node.calls] == ["b", "a"]  # the hinted one first
         assert node.calls[1][1].hints == (below,)  # and the second one learns who has it further down
         assert len(seen) == 1
+
+    run(main())
+
+
+def test_an_answer_in_the_name_of_another_peer_is_not_taken() -> None:
+    """Its caller would keep a signature of somebody that nobody knows, and be blamed for it."""
+
+    def in_another_name(work: Work, on_progress: Any) -> Done:
+        return replace(DONE, route=(Hop(2, "nobody", "life"), *DONE.route[1:]))
+
+    async def main() -> None:
+        dispatcher, node, neighbours = dispatch({"a": in_another_name, "b": good})
+        done = await dispatcher.call(WORK, deadline_s=10, check=accept)
+        assert done.route[0].peer_id == "b"
+        assert [peer for peer, _ in node.calls] == ["a", "b"]
+        assert ("failed", "a") in neighbours.router.told
 
     run(main())
 

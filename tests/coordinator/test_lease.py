@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -60,7 +61,7 @@ class Sharing(Pipeline):
             await super().call(work)
             raise CallRefused(Code.REDIRECTED, redirect_to="second")
         on_progress(Progress(()))
-        return Done(1.0, ROUTE, 0.0, 0.0, 0.0, b"")
+        return Done(1.0, (Hop(0, peer_id, "1"), *ROUTE[1:]), 0.0, 0.0, 0.0, b"")
 
 
 class Full(Pipeline):
@@ -71,7 +72,7 @@ class Full(Pipeline):
     ) -> Done:
         if self.num_inside == 2:
             raise CallRefused(Code.BUSY, retry_after_s=self._delay_s)
-        return await super().call(work)
+        return replace(await super().call(work), route=(Hop(0, peer_id, "1"), *ROUTE[1:]))
 
 
 def leases_over(pipeline: Pipeline | Dispatcher, num_peers: int, *changes: str) -> Leases:

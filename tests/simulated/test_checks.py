@@ -12,6 +12,7 @@ from swarmtrain.simulated.judge import References, judge
 from swarmtrain.simulated.liars import (
     accuse,
     changes,
+    hide_sum,
     lie_as_owner,
     lie_backward,
     lie_forward,
@@ -70,6 +71,19 @@ def test_a_peer_that_adds_another_gradient_than_it_computes_is_excluded(
 ) -> None:
     swarm = simulated(checked())
     start_with(swarm, STAGES, {"peer3": partial(lie_in_sum, change=changes()["scaled"])})
+    assert_found(swarm, "peer3", references)
+    assert "sum" in excluded(swarm)[0].reason
+
+
+def test_who_does_not_say_what_it_has_added_is_excluded(simulated: Make, references: References) -> None:
+    """Its sum could be anything."""
+    swarm = simulated(checked())
+
+    def begin(life: Life) -> None:
+        lie_in_sum(life, changes()["scaled"])
+        hide_sum(life)
+
+    start_with(swarm, STAGES, {"peer3": begin})
     assert_found(swarm, "peer3", references)
     assert "sum" in excluded(swarm)[0].reason
 
