@@ -95,7 +95,7 @@ def hide_sum(life: Life) -> None:
     async def nothing(share: Tensor) -> str:
         return ""
 
-    life.daemon.assignment.stage.share_digest = nothing  # type: ignore[method-assign]
+    life.daemon.assignment.stage.share_digest = nothing
 
 
 def start_with(swarm: SimulatedSwarm, stages: list[int], liars: dict[str, Callable[[Life], None]]) -> None:

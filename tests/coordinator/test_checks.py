@@ -1,4 +1,4 @@
-"""What the coordinator makes of answers that cannot be right, of silence, and of peers that leave before they are checked."""
+"""What follows from answers that cannot be right, from silence, and from leaving before one is checked."""
 
 from __future__ import annotations
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from swarmtrain.coordinator.owners import Added, odd_owners
-from swarmtrain.coordinator.prepare import _turned
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+from swarmtrain.coordinator.books import StepBooks
+from swarmtrain.coordinator.owners import Added, Owners, odd_owners
+from swarmtrain.coordinator.prepare import PreparedStage, _turned
 from swarmtrain.reduce.groups import Place
+from swarmtrain.run.presets import preset
+from swarmtrain.wire.messages import Prepare, RosterEntry
+
+from .contexts import bare_context
 
 RIGHT = [b"1", b"2", b"3"]
 PLACES = [Place(0, 0, 50), Place(1, 0, 30), Place(2, 0, 20)]
@@ -44,3 +53,31 @@ def test_who_may_not_own_owns_nothing_and_stays_in_the_roster() -> None:
 def test_several_groups_own_alike_and_are_left_as_they_are() -> None:
     places = [Place(0, 0, 100), Place(1, 1, 100)]
     assert _turned(places, 1, {0}) == places
+
+
+def test_a_step_does_not_hang_on_sums_that_differ_each_time() -> None:
+    """Who sends shares can change them at every attempt: nobody is alone then, and no further attempt would tell."""
+    names = "abc"
+    roster = tuple(RosterEntry(name, "1", b"", 10) for name in names)
+    request = Prepare("run", 1, 0, 0, 1, roster, ())
+    num_prepared = 0
+
+    def prepared() -> PreparedStage:
+        nonlocal num_prepared
+        num_prepared += 1
+        ranges = bytes((num_prepared,)) * 48
+        return PreparedStage(0, str(num_prepared), 1.0, (), {}, (), request, 0.0, ranges=(ranges,))
+
+    async def prepare(step: int, group: tuple[int, ...], books: StepBooks, *, turn: int = 0) -> list[PreparedStage]:
+        return [prepared()]
+
+    async def main() -> None:
+        context = bare_context(preset("nano", ["checks.share=1"]))
+        owners = Owners(context, cast(Any, SimpleNamespace(prepare=prepare)))
+        assert await owners.confirmed(0, StepBooks(1, 1), [prepared()]) is None
+        assert num_prepared == 4 - 1, "it was added up three times"
+        last = prepared()
+        assert await owners.confirmed(0, StepBooks(1, 1), [last]) == [last]
+        assert not context.disowned
+
+    asyncio.run(main())
