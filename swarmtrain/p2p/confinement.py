@@ -28,12 +28,14 @@ class P2pdLimits:
     `memory_bytes` bounds what p2pd maps writable (RLIMIT_DATA): Go reserves 700 MiB of addresses without using them, so
     RLIMIT_AS would say little. Above `collect_above_bytes` Go collects garbage before it takes more (GOMEMLIMIT).
     `open_files` covers a connection and its streams; libp2p lets half of them be connections.
+    `capabilities` are kept beyond those that p2pd needs: for a test whose p2pd is a script that enters a namespace.
     There is no limit on processes: the kernel counts all those of the user together.
     """
 
     memory_bytes: int = 2048 * MIB
     collect_above_bytes: int = 1024 * MIB
     open_files: int = 16384
+    capabilities: frozenset[int] = frozenset()
 
     def by_name(self) -> dict[str, int]:
         """The limits under their names in Python's `resource`. No core dumps: one holds the identity's key."""
@@ -60,7 +62,7 @@ def confined(command: list[str], limits: P2pdLimits, kept_capabilities: Iterable
     """The command line that starts `command` under `limits` as a child of this process."""
     confinement = {
         "limits": limits.by_name(),
-        "kept_capabilities": sorted(kept_capabilities),
+        "kept_capabilities": sorted({*kept_capabilities, *limits.capabilities}),
         "parent": os.getpid(),
         "cannot_run": CANNOT_RUN,
     }

@@ -87,7 +87,7 @@ async def reserve(p2pd: P2pd, relay_peer_id: str, *, timeout_s: float) -> Reserv
 
 async def start_relay(options: P2pdOptions, guest_socket: Path, peer_id: str, *, timeout_s: float) -> P2pd:
     """A p2pd that serves as a relay with its real limits: restarted until it does (see the module docstring)."""
-    guest = P2pdOptions(options.binary, guest_socket)
+    guest = P2pdOptions(options.binary, guest_socket, limits=options.limits)
     addresses = tuple(Address.parse(text).from_here() for text in options.listen)
     for _ in range(MAX_STARTS):
         options.control_path.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 SUBNET = "10.91.0"
 CLONE_NEWNET = 0x40000000
+CAP_SYS_ADMIN = 21  # who enters a namespace needs it
 
 
 def why_not() -> str | None:

@@ -19,6 +19,7 @@ import uvloop
 from patience import PATIENCE
 
 from swarmtrain.directory.directory import Directory, DirectoryOptions
+from swarmtrain.p2p.confinement import P2pdLimits
 from swarmtrain.p2p.errors import PeerUnreachable
 from swarmtrain.p2p.host import Host, HostOptions
 from swarmtrain.p2p.p2pd import bundled_p2pd
@@ -29,6 +30,7 @@ from .host_helpers import Collector, echo_server, until
 pytestmark = pytest.mark.swarm
 
 ANYWHERE = ("/ip4/0.0.0.0/tcp/0",)
+MAY_ENTER = P2pdLimits(capabilities=frozenset({netns.CAP_SYS_ADMIN}))
 
 
 class Swarm:
@@ -57,7 +59,7 @@ class Swarm:
         binary.chmod(0o755)
         bootstrap = (self.relay_address,) if self.relay_address else ()
         settings: dict[str, Any] = {"listen": ANYWHERE, "bootstrap": bootstrap, "health_interval_s": 1.0}
-        settings |= {"p2pd_binary": binary, "probe": partial(self.lab.probe, name)}
+        settings |= {"p2pd_binary": binary, "p2pd_limits": MAY_ENTER, "probe": partial(self.lab.probe, name)}
         host = await Host.start(HostOptions(self._directory / name, **settings, **options))
         stack.push_async_callback(host.close)
         echo_server(host)
@@ -185,7 +187,7 @@ def test_a_peer_that_is_no_relay_is_not_used_as_one(runner: Runner, tmp_path: Pa
     async def main(swarm: Swarm) -> None:
         nat1 = swarm.hosts["nat1"].options
         settings: dict[str, Any] = {"use_relays": swarm.outside("open"), "behind_nat": True}
-        settings |= {"p2pd_binary": nat1.p2pd_binary, "probe": nat1.probe}
+        settings |= {"p2pd_binary": nat1.p2pd_binary, "p2pd_limits": MAY_ENTER, "probe": nat1.probe}
         options = HostOptions(tmp_path / "host", listen=ANYWHERE, **settings)
         host = await Host.start(options)
         try:
