@@ -32,7 +32,11 @@ def start(swarm: SimulatedSwarm, rules: Rules, *, speed: float = SLOW) -> Life:
 def pauses(swarm: SimulatedSwarm, peer: Life, cause: str) -> dict[str, Any]:
     """It pauses because of that, says so, and takes no more work; returns its status."""
     swarm.until(lambda: "status" in peer.process.commands, "it answers its owner")
-    wait_seen(swarm, lambda: peer.status()["state"] == "paused" and peer.status()["cause"] == cause, cause)
+    wait_seen(
+        swarm,
+        lambda: peer.status()["state"] == "paused" and peer.status()["cause"] == cause and peer.status()["next"],
+        cause,
+    )
     status = peer.status()
     assert status["courtesy"]["pause"]["cause"] == cause
     assert status["reason"]
