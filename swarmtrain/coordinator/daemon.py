@@ -257,7 +257,8 @@ class CoordinatorDaemon:
         known = Known(int(self.journal.get("term") or 0), self.journal.num_steps())
         self.journal_term = known.term
         own = Claim(known.term + 1, known.num_steps, host.peer_id, self._life)
-        self.term = await next_term(directory, own, known, self.options.manifest.stages.count)
+        veterans = self.journal.contributions()
+        self.term = await next_term(directory, own, known, self.options.manifest.stages.count, veterans)
         self.journal.set("term", str(self.term))
 
     def _build(self, stack: contextlib.AsyncExitStack, host: NetworkHost, node: Node, directory: Directory) -> None:

@@ -104,17 +104,18 @@ class Heartbeats:
         if report.state not in HOLDS_STATE or not known.is_behind(report.state_term, report.step):
             self._further.pop(peer_id, None)
             return
+        veterans = self._context.tally.contributed
         if not self._further:
             self._further_since = asyncio.get_running_loop().time()
-        if len(self._further) < MAX_FURTHER:
+        if len(self._further) < MAX_FURTHER and (not veterans or peer_id in veterans):
             self._further[peer_id] = (report.state_term, report.step)
         raise Refusal(Code.NOT_SERVING, f"the journal here ends at step {known.num_steps}: it is an old copy", 1.0)
 
     def _check_journal(self) -> None:
-        """StaleJournal if most of the peers that have called are further than the journal."""
+        """StaleJournal if most of the peers that have called, of those that have done some of the run, are further."""
         if self._further and asyncio.get_running_loop().time() - self._further_since > FURTHER_S:
-            here = [m for m in self._context.members.all() if m.state in HOLDS_STATE]
-            check_peers(self._context.known, [*self._further.values(), *((0, member.step) for member in here)])
+            here = {m.peer_id: (0, m.step) for m in self._context.members.all() if m.state in HOLDS_STATE}
+            check_peers(self._context.known, here | self._further, self._context.tally.contributed)
 
     def _explained(self, verdict: Verdict, member: Member) -> Verdict:
         """A serving peer's verdict, with the reason for which it gets no work, as far as that is known here."""

@@ -10,7 +10,7 @@ before a peer hears of it. (States of earlier terms may be ahead: the run has be
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from swarmtrain.chain.claim import Claim, CoordinatorRecord
@@ -69,8 +69,10 @@ class Known:
         )
 
 
-async def next_term(directory: Directory, own: Claim, known: Known, num_stages: int) -> int:
-    """The term that this coordinator takes.
+async def next_term(
+    directory: Directory, own: Claim, known: Known, num_stages: int, veterans: Collection[str] = ()
+) -> int:
+    """The term that this coordinator takes. `veterans` are the peers whose word counts, as for `check_peers`.
 
     Superseded if another process coordinates under that or a later one, unless on an old copy of this journal;
     StaleJournal if this journal is the old copy. `check_running` finds a coordinator that is not listed yet.
@@ -84,7 +86,8 @@ async def next_term(directory: Directory, own: Claim, known: Known, num_stages: 
         if not Known(other.term - 1, other.step).is_behind(known.term, known.num_steps):
             raise Superseded.by(other, own)
         term = max(term, other.term + 1)
-    check_peers(known, [(peer.state_term, peer.step) for peer in await _peers(directory, num_stages)])
+    there = await _peers(directory, num_stages)
+    check_peers(known, {peer_id: (peer.state_term, peer.step) for peer_id, peer in there.items()}, veterans)
     return term
 
 
@@ -95,14 +98,18 @@ async def check_running(directory: Directory, own: Claim) -> None:
             raise Superseded.by(other, own)
 
 
-def check_peers(known: Known, states: Iterable[tuple[int, int]]) -> None:
+def check_peers(known: Known, states: Mapping[str, tuple[int, int]], veterans: Collection[str] = ()) -> None:
     """StaleJournal if most of the peers (the term and the step of each one's state) are further than the journal.
 
-    Most, because a single report may be wrong, or a lie.
+    Most, because a single report may be wrong, or a lie. Only `veterans` count, which by the journal have done some of
+    the run, and one of them is not enough if it knows more: identities are free, and newcomers must not end a run. If
+    it knows none, all count: there is nothing yet that the run could lose by ending.
     """
-    states = list(states)
-    further = [step for term, step in states if known.is_behind(term, step)]
-    if 2 * len(further) > len(states):
+    num_known = len(veterans)
+    if num_known:
+        states = {peer_id: state for peer_id, state in states.items() if peer_id in veterans}
+    further = [step for term, step in states.values() if known.is_behind(term, step)]
+    if 2 * len(further) > len(states) and len(further) >= min(2, num_known):
         raise known.error(f"{len(further)} of {len(states)} peers are", max(further))
 
 
@@ -118,14 +125,14 @@ async def _claims(directory: Directory, own: Claim) -> list[Claim]:
     return [claim for claim in claims if (claim.peer_id, claim.life) != (own.peer_id, own.life)]
 
 
-async def _peers(directory: Directory, num_stages: int) -> list[PeerReport]:
-    """The reports of peers that hold a state, as the directory lists them."""
-    found = []
+async def _peers(directory: Directory, num_stages: int) -> dict[str, PeerReport]:
+    """The reports of peers that hold a state, as the directory lists them. An identity counts once."""
+    found: dict[str, PeerReport] = {}
     for stage in range(num_stages):
         try:
             reports = await stage_reports(directory, stage)
         except SwarmtrainError as error:
             log.info("cannot look for peers of stage %d: %s", stage, error)
             continue
-        found += [report for report in reports.values() if report.state in HOLDS_STATE]
+        found |= {peer_id: report for peer_id, report in reports.items() if report.state in HOLDS_STATE}
     return found

@@ -13,7 +13,7 @@ import pytest
 from swarmtrain.chain.claim import Claim, CoordinatorRecord
 from swarmtrain.coordinator.daemon import CoordinatorDaemon, CoordinatorOptions
 from swarmtrain.coordinator.journal import Journal
-from swarmtrain.coordinator.split_brain import Known, StaleJournal, Superseded, check_running, next_term
+from swarmtrain.coordinator.split_brain import Known, StaleJournal, Superseded, check_peers, check_running, next_term
 from swarmtrain.observe.events import Events
 from swarmtrain.p2p.errors import NetError
 from swarmtrain.run.presets import preset
@@ -94,6 +94,30 @@ def test_a_journal_is_an_old_copy_if_the_peers_that_know_are_further(
             asyncio.run(checking)
     else:
         assert asyncio.run(checking) == 4
+
+
+@pytest.mark.parametrize(
+    ("further", "here", "veterans", "is_stale"),
+    [
+        ("abc", "d", "", True),  # the journal knows nobody
+        ("xyz", "", "abc", False),  # newcomers
+        ("xyza", "bc", "abc", False),
+        ("xyzab", "c", "abc", True),
+        ("a", "", "abc", False),  # the others have not called yet
+        ("ab", "", "abc", True),
+        ("a", "xyz", "a", True),
+    ],
+)
+def test_only_peers_that_have_done_some_of_the_run_can_tell_that_a_journal_is_old(
+    further: str, here: str, veterans: str, *, is_stale: bool
+) -> None:
+    known = Known(3, 10)
+    states = dict.fromkeys(further, (3, 11)) | dict.fromkeys(here, (3, 10))
+    if is_stale:
+        with pytest.raises(StaleJournal):
+            check_peers(known, states, veterans)
+    else:
+        check_peers(known, states, veterans)
 
 
 def test_a_coordinator_takes_the_run_back_from_an_old_copy_of_its_journal() -> None:

@@ -22,7 +22,17 @@ from swarmtrain.wire.messages import Acknowledged, Prepare, Prepared, Preparing,
 from swarmtrain.wire.schema import AllowNonFinite, Message, Priority, message
 
 from .conftest import Make
-from .scenes import assert_reference, every_third, said, tiny, wait_serving
+from .scenes import (
+    assert_reference,
+    every_third,
+    hold,
+    release,
+    restart_coordinator,
+    said,
+    tiny,
+    wait_serving,
+    wait_step,
+)
 
 STEPS = 6
 
@@ -115,3 +125,21 @@ def test_a_member_that_announces_the_widest_line_and_takes_no_share_is_left_out(
     mallory = enrolled(swarm, 1, LIES[lie], rate=1e15)
     assert_reference(swarm, references)
     assert {event.as_dict()["peer"] for event in said(swarm, "peer_lost")} == {mallory.peer_id}
+
+
+def test_newcomers_that_claim_a_later_step_do_not_end_the_coordinator(simulated: Make, references: References) -> None:
+    """More of them than peers that have done the run's work, while it trains and when it is started again."""
+    swarm = training(simulated)
+    wait_step(swarm, 2)
+    first = swarm.lives["peer0"]
+    hold(first)
+    for number in range(6):
+        Stranger(swarm, f"mallory{number}").beat(1, step=10**6, state_term=10**6)
+    swarm.run_for(10.0)
+    assert swarm.coordinator.is_running, swarm.coordinator.errors
+    swarm.coordinator.kill()
+    restart_coordinator(swarm)
+    swarm.run_for(20.0)
+    assert swarm.coordinator.is_running, swarm.coordinator.errors
+    release(first)
+    assert_reference(swarm, references)
