@@ -16,7 +16,18 @@ from swarmtrain.simulated.machine import EPOCH_S, Owner
 from swarmtrain.simulated.swarm import Life, SimulatedSwarm
 
 from .conftest import Make
-from .scenes import assert_reference, open_ended, phases, said, tiny, wait_phase, wait_seen, wait_serving, wait_step
+from .scenes import (
+    assert_reference,
+    every_other,
+    open_ended,
+    phases,
+    said,
+    tiny,
+    wait_phase,
+    wait_seen,
+    wait_serving,
+    wait_step,
+)
 
 SLOW = 0.04  # so few steps take long
 
@@ -88,7 +99,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("cause", "rules", "begin"), CASES, ids=lambda item: getattr(item, "__name__", None))
+@pytest.mark.parametrize(
+    ("cause", "rules", "begin"), every_other(CASES), ids=lambda item: getattr(item, "__name__", None)
+)
 def test_a_machine_that_its_owner_needs_is_left_alone_until_it_is_free_again(
     simulated: Make, references: References, cause: str, rules: Rules, begin: Callable[[Owner], None]
 ) -> None:
