@@ -157,7 +157,7 @@ class Callee:
             discard=refusal is not None,
             expires_at=call.deadline + self._link.options.stall_grace_s,
         )
-        call.inbound.marked_at = now
+        call.inbound.marked_at, call.inbound.marked_link_bytes = now, self._link.received_bytes
         self._calls[call_id] = call
         if refusal is not None:
             call.close()
@@ -246,11 +246,11 @@ class Callee:
 
     def check_stalled(self, now: float) -> None:
         """Raise ProtocolViolation if a request was begun and never finished."""
-        options = self._link.options
+        options, received = self._link.options, self._link.received_bytes
         for call in self._calls.values():
             if call.inbound is None:
                 continue
-            if call.inbound.is_half_open(now, options.half_open_s, options.half_open_bytes):
+            if call.inbound.is_half_open(now, received, options.half_open_s, options.half_open_bytes):
                 detail = f"call {call.call_id}: of {call.inbound.kind} next to nothing has come for "
                 raise ProtocolViolation(Violation.STALLED, f"{detail}{options.half_open_s:g} s")
             if now > call.inbound.expires_at:

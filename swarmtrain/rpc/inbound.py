@@ -51,7 +51,7 @@ class InboundMessage:
         "is_receiving",
         "kind",
         "marked_at",
-        "marked_position",
+        "marked_link_bytes",
         "num_bytes",
         "position",
         "reservation",
@@ -74,7 +74,7 @@ class InboundMessage:
         self.discarded = False
         self.takes_window = not self.is_small  # until its first bytes have been credited back
         self.marked_at = 0.0  # when it had last made progress, in time of the loop
-        self.marked_position = 0
+        self.marked_link_bytes = 0
         self.first_at = 0.0
         self.first_bytes = 0
 
@@ -88,10 +88,14 @@ class InboundMessage:
         """How many of its bytes may arrive before it is admitted."""
         return min(self.num_bytes, CALL_WINDOW_BYTES)
 
-    def is_half_open(self, now: float, limit_s: float, least_bytes: int) -> bool:
-        """Whether its sender could send and has not sent `least_bytes` for `limit_s`. Its deadline is no excuse."""
-        if self.position >= self.granted or self.position >= self.marked_position + least_bytes:
-            self.marked_at, self.marked_position = now, self.position
+    def is_half_open(self, now: float, link_bytes: int, limit_s: float, least_bytes: int) -> bool:
+        """Whether its sender could send, and its link has carried less than `least_bytes` for `limit_s`.
+
+        All messages of a link share its line: on a slow one each comes slowly although the line is full. Its deadline
+        is no excuse.
+        """
+        if self.position >= self.granted or link_bytes >= self.marked_link_bytes + least_bytes:
+            self.marked_at, self.marked_link_bytes = now, link_bytes
         return now - self.marked_at > limit_s
 
     def grow(self) -> None:

@@ -57,7 +57,7 @@ class LinkOptions:
     busy_retry_s: float = 0.25  # the retry_after_s of a BUSY
     write_stall_s: float = 60.0  # the link ends if the peer takes no byte for this long, even if it still sends
     stall_grace_s: float = 30.0  # the link ends if a request is incomplete this long after its own deadline
-    half_open_s: float = 30.0  # or if it may be sent and not half_open_bytes of it (or its rest) come in this time
+    half_open_s: float = 30.0  # or if it may be sent and its link carries fewer than half_open_bytes in this time
     half_open_bytes: int = 16 << 10
     close_s: float = 5.0  # how long a graceful close waits for open calls and for the other end
 

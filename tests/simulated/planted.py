@@ -76,8 +76,8 @@ DEFECTS = (
         (
             Change(
                 "peer/jobs.py",
-                "        self.worker.accumulate(gradients, step)\n        entry.accumulated = True\n",
-                "        self.worker.accumulate(gradients, step)\n",
+                "        entry.accumulated = True\n        return payload\n",
+                "        return payload\n",
             ),
         ),
     ),
@@ -112,8 +112,8 @@ DEFECTS = (
         (
             Change(
                 "coordinator/books.py",
-                "        return all(self._claims[stage])\n",
-                "        return any(self._claims[stage])\n",
+                "        return self._has_losses and all(self._claims[stage])\n",
+                "        return self._has_losses and any(self._claims[stage])\n",
             ),
             Change(
                 "coordinator/books.py",
@@ -214,8 +214,8 @@ DEFECTS = (
         (
             Change(
                 "coordinator/apply.py",
-                "        await context.wait_for(lambda: all(self._answers))\n",
-                "        await context.wait_for(lambda: any(self._answers))\n",
+                "        await context.wait_for(lambda: all(map(self._votes, range(len(prepared)))))\n",
+                "        await context.wait_for(lambda: any(map(self._votes, range(len(prepared)))))\n",
             ),
         ),
     ),
